@@ -20,6 +20,7 @@ HEAD_DIM_V = 512  # the latent dims serve as values too
 MAX_SPLITS_STEP = 32  # the combine kernel is built for 32, 64, 96, 128 and 160 splits
 MAX_SPLITS = 160
 _CHUNK_TOKENS = 1 << 15  # KV tokens gathered at a time: about 75 MB as float32
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # float32 of each of the 256 bytes
 
 
 def max_splits(num_sm_parts: int) -> int:
@@ -116,7 +117,8 @@ class _Pages:
                 raw = self._outside(int(pages[item, block]), request, first + block)
                 taken[item, block] = raw.view(self.k_cache.shape[1:])[:, head]
         items, blocks = pages.shape
-        return taken.view(torch.float8_e4m3fn).float().view(items, blocks * BLOCK_SIZE, HEAD_DIM_QK)
+        # A look-up is several times faster than PyTorch's own cast on the CPU, and equal to it.
+        return _E4M3.index_select(0, taken.view(-1).int()).view(items, blocks * BLOCK_SIZE, HEAD_DIM_QK)
 
 
 def _items(metadata, lengths):
