@@ -1,0 +1,89 @@
+"""A CUDA graph that can be asked what it has baked in: captured with keep_graph, replayed, reset."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+
+from stalegraph.blocks import MemoryMap
+from stalegraph.cuda.nodes import read_nodes
+from stalegraph.errors import CaptureError
+from stalegraph.nodes import Node
+
+
+class CudaGraph:
+    """One `torch.cuda.CUDAGraph(keep_graph=True)` with the verbs of the simulator's graph.
+
+    Captures on the device's one side stream, so that graphs that share a pool share its blocks. Unlike `torch.cuda.graph`
+    it neither collects garbage nor empties the allocator's cache: capture must not move other people's memory.
+    """
+
+    def __init__(self, device, pool=None):
+        self._device = device
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._memory: MemoryMap | None = None
+        self._nodes: tuple[Node, ...] | None = None
+
+    @contextmanager
+    def capture(self, pool=None):
+        """Records the block's work instead of running it; `pool` defaults to the one the graph was made with."""
+        if self._graph is not None:
+            raise CaptureError("this graph is captured already; call reset() first, or make another with device.graph()")
+        pool = self._pool if pool is None else pool
+        stream = self._device.capture_stream
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        torch.cuda.synchronize(stream.device)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+            try:
+                yield self
+            except BaseException:
+                _abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                raise CaptureError(f"the capture was invalidated: {str(error).splitlines()[0]}") from error
+        graph.instantiate()
+        self._graph = graph
+        # Taken now: by the time somebody asks for the nodes, what they point to may be unmapped.
+        self._memory = MemoryMap.from_snapshot(self._device.memory_snapshot())
+
+    def replay(self) -> None:
+        """Launches every node on the current stream; returns before they have run."""
+        if self._graph is None:
+            raise CaptureError("replay() before capture(); capture the graph first")
+        self._graph.replay()
+        self._device.replays += 1
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The captured nodes with every pointer in their parameters, read once and kept."""
+        if self._nodes is None:
+            if self._graph is None:
+                raise CaptureError("a graph has no nodes before capture()")
+            self._nodes = read_nodes(self._graph.raw_cuda_graph(), self._memory)
+        return self._nodes
+
+    def pool(self):
+        """The id of the memory pool that the graph's own tensors live in, to be shared with later captures."""
+        if self._graph is None:
+            return self._pool
+        return self._graph.pool()
+
+    def reset(self) -> None:
+        """Gives up the graph and its hold on its pool; it can be captured again."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._memory = self._nodes = None
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a capture whose body failed, so that the stream is usable; the body's own error is the one to report."""
+    try:
+        graph.capture_end()
+        graph.reset()
+    except RuntimeError:
+        pass
