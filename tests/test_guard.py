@@ -1,0 +1,319 @@
+"""The guard in stand-ins for vLLM's two runners: what moved is named once, what may move is not."""
+
+import enum
+import logging
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from stalegraph.errors import StaleReadError, UsageError
+from stalegraph.vllm import guard
+
+
+class CUDAGraphMode(enum.Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+@dataclass
+class SchedulerMetadata:
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+@dataclass
+class Decode:
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    scheduler_metadata: SchedulerMetadata
+
+
+@dataclass
+class Metadata:
+    query_start_loc: torch.Tensor
+    decode: Decode
+    prefill: object = None
+    num_decodes: int = 4
+    by_size: dict = field(default_factory=dict)
+
+
+BLOCK_TABLE, SEQ_LENS, START = (torch.zeros(8, dtype=torch.int32) for _ in range(3))
+HELD = []  # a fresh tensor must not land on a freed address
+
+
+def metadata(splits=None, planned=True, **changes):
+    """Metadata whose schedule is fresh unless `splits` is given."""
+    schedule = SchedulerMetadata()
+    if planned:
+        fresh = splits if splits is not None else torch.zeros(9, dtype=torch.int32)
+        HELD.append(fresh)
+        schedule = SchedulerMetadata(fresh, fresh[1:])
+    made = Metadata(START[:5], Decode(BLOCK_TABLE[:4], SEQ_LENS[:4], schedule))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    num_tokens: int
+    num_reqs: int | None = None
+
+
+class Graph:
+    """Replays nothing; counts."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def module():
+    """Make stand-in modules by name, and take them and the guard away afterwards."""
+    made = []
+
+    def make(name, **attributes):
+        stand_in = types.ModuleType(name)
+        vars(stand_in).update(attributes)
+        sys.modules[name] = stand_in
+        made.append(name)
+        return stand_in
+
+    yield make
+    guard.uninstall()
+    for name in made:
+        del sys.modules[name]
+
+
+def v1(module, runtime_mode=CUDAGraphMode.FULL):
+    """V1: one wrapper, `step(attn_metadata, batch)` captures at first and replays then."""
+    context = types.SimpleNamespace(attn_metadata=None, batch_descriptor=None, cudagraph_runtime_mode=None)
+
+    class CUDAGraphWrapper:
+        def __init__(self):
+            self.runtime_mode = runtime_mode
+            self.concrete_cudagraph_entries = {}
+
+        def __call__(self, plan=None):
+            entry = self.concrete_cudagraph_entries.setdefault(
+                context.batch_descriptor, types.SimpleNamespace(cudagraph=None)
+            )
+            if entry.cudagraph is None:
+                if plan is not None:
+                    plan()  # a schedule computed inside the graph appears on the metadata now
+                entry.cudagraph = Graph()
+                return "captured"
+            entry.cudagraph.replay()
+            return "replayed"
+
+    module(
+        guard.V1_GRAPHS,
+        CUDAGraphWrapper=CUDAGraphWrapper,
+        CUDAGraphMode=CUDAGraphMode,
+        get_forward_context=lambda: context,
+    )
+    wrapper = CUDAGraphWrapper()
+
+    def step(attn_metadata, batch=4, mode=CUDAGraphMode.FULL, plan=None):
+        context.attn_metadata, context.batch_descriptor = attn_metadata, Descriptor(batch, batch)
+        context.cudagraph_runtime_mode = mode
+        return wrapper(plan)
+
+    step.wrapper = wrapper
+    return step
+
+
+def watch(mode="warn", **options):
+    guard.install(mode, on_device=lambda tensor: True, **options)
+    return guard._guard
+
+
+def test_v1_names_the_field_that_moved_once(module, caplog):
+    step = v1(module)
+    watching = watch()
+    layers = [f"model.layers.{index}.self_attn.attn" for index in range(27)]
+    with caplog.at_level(logging.ERROR, "vllm.stalegraph.guard"):
+        captured = metadata()
+        assert step(dict.fromkeys(layers, captured)) == "captured"
+        now = metadata()
+        for _ in range(3):
+            assert step(dict.fromkeys(layers, now)) == "replayed"
+    old, new = (item.decode.scheduler_metadata.num_splits.data_ptr() for item in (captured, now))
+    assert (
+        f"decode.scheduler_metadata.num_splits of layer {layers[0]} moved since capture of batch 4: "
+        f"captured {old:#x}, now {new:#x}"
+    ) in watching.messages
+    assert sorted(message.split(" ")[0] for message in watching.messages) == [
+        "decode.scheduler_metadata.num_splits",
+        "decode.scheduler_metadata.tile_scheduler_metadata",
+    ]
+    assert len(caplog.records) == 2
+
+
+def test_v1_is_silent_while_nothing_moves(module):
+    step = v1(module)
+    watching = watch()
+    persistent = torch.zeros(9, dtype=torch.int32)
+    for batch in (8, 4, 8, 4):
+        step({"layer": metadata(persistent)}, batch)
+    assert watching.messages == []
+    assert len(watching.records) == 2
+
+
+def test_raise_mode_fails_every_step_that_would_replay_on_a_moved_field(module):
+    step = v1(module)
+    watch("raise")
+    step({"layer": metadata()})
+    graph = step.wrapper.concrete_cudagraph_entries[Descriptor(4, 4)].cudagraph
+    for _ in range(2):
+        with pytest.raises(StaleReadError, match="decode.scheduler_metadata.num_splits of layer layer moved"):
+            step({"layer": metadata()})
+    assert graph.replays == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["allowed by the user", "prefill only", "planned inside the graph", "gone at replay", "host tensor", "piecewise"],
+)
+def test_what_may_move_is_not_reported(module, case):
+    options, runtime_mode, plan = {}, CUDAGraphMode.FULL, None
+    captured, replayed = metadata(torch.zeros(9)), metadata(torch.zeros(9))
+    if case == "allowed by the user":
+        options = {"allow": ["decode.scheduler_*"]}
+    elif case == "prefill only":
+        captured, replayed = (metadata(START, prefill={"seq_lens": torch.zeros(4)}) for _ in range(2))
+    elif case == "planned inside the graph":
+        captured, replayed = metadata(planned=False), metadata()
+        plan = lambda: setattr(captured.decode.scheduler_metadata, "num_splits", torch.zeros(5))  # noqa: E731
+    elif case == "gone at replay":
+        replayed = metadata(planned=False)
+    elif case == "piecewise":
+        runtime_mode = CUDAGraphMode.PIECEWISE
+    step = v1(module, runtime_mode)
+    watching = watch(**options)
+    if case == "host tensor":
+        watching.on_device = lambda tensor: tensor.is_cuda
+    assert step({"layer": captured}, mode=runtime_mode, plan=plan) == "captured"
+    assert step({"layer": replayed}, mode=runtime_mode) == "replayed"
+    assert watching.messages == []
+
+
+def test_graphs_are_known_by_object_so_a_discarded_capture_leaves_no_record(module):
+    step = v1(module)
+    watching = watch("raise")
+    step({"layer": metadata()})
+    step.wrapper.concrete_cudagraph_entries.clear()  # as vLLM does after captures for memory profiling
+    assert len(watching.records) == 0
+    persistent = torch.zeros(9, dtype=torch.int32)
+    assert step({"layer": metadata(persistent)}) == "captured"
+    assert step({"layer": metadata(persistent)}) == "replayed"
+
+
+def test_dicts_in_metadata_are_descended(module):
+    step = v1(module)
+    watching = watch()
+    for _ in range(2):
+        fresh = torch.zeros(3)
+        HELD.append(fresh)
+        step({"layer": metadata(START, by_size={4: {"indices": fresh}})})
+    assert [message.split(" of ")[0] for message in watching.messages] == ["by_size[4][indices]"]
+
+
+def v2(module, run_name):
+    """V2: a manager that builds, captures and stores graphs as vLLM does, and replays with no forward context."""
+
+    class AttentionMetadataBuilder:
+        layer_names = ("layer",)
+
+        def build(self, *args):
+            raise NotImplementedError
+
+    class Manager:
+        def __init__(self):
+            self.graphs = {}
+
+        def capture(self, builder, sizes):
+            for size in sizes:
+                builder.build(size)
+                self.graphs[size] = Graph()
+
+    def run(self, key):
+        self.graphs[key].replay()
+        return "replayed"
+
+    setattr(Manager, run_name, run)
+    module(guard.BUILDERS, AttentionMetadataBuilder=AttentionMetadataBuilder)
+    module(guard.V2_GRAPHS, CudaGraphManager=Manager)
+    return AttentionMetadataBuilder, Manager
+
+
+@pytest.mark.parametrize("run_name", ["run", "run_fullgraph"])
+@pytest.mark.parametrize("when", ["before", "after"])  # the builder class is defined before or after the hooks
+@pytest.mark.parametrize("fresh", [False, True])
+def test_v2_compares_what_the_builder_returned_last(module, run_name, when, fresh):
+    base, manager_class = v2(module, run_name)
+    persistent = torch.zeros(9, dtype=torch.int32)
+
+    def define():
+        class Builder(base):
+            def build(self, size):
+                return metadata(None if fresh else persistent)
+
+        return Builder
+
+    builder_class = define() if when == "before" else None
+    watching = watch()
+    builder = (builder_class or define())()
+    manager = manager_class()
+    manager.capture(builder, [8, 4])
+    assert len(watching.records) == 2
+    for _ in range(2):
+        builder.build(4)
+        assert getattr(manager, run_name)(4) == "replayed"
+    fields = [message.split(" ")[0] for message in watching.messages]
+    schedule = ["decode.scheduler_metadata.num_splits", "decode.scheduler_metadata.tile_scheduler_metadata"]
+    assert sorted(fields) == (schedule if fresh else [])
+    assert all("since capture of batch 4" in message for message in watching.messages)
+
+
+def test_uninstall_leaves_no_hook(module):
+    base, manager_class = v2(module, "run")
+    originals = (manager_class.__init__, manager_class.capture, manager_class.run, base.build)
+    watch()
+    assert manager_class.run is not originals[2]
+    guard.uninstall()
+    assert (manager_class.__init__, manager_class.capture, manager_class.run, base.build) == originals
+    assert "__init_subclass__" not in base.__dict__
+
+
+def test_a_fault_of_the_guard_ends_the_guard_and_not_the_step(module, monkeypatch, caplog):
+    step = v1(module)
+    watching = watch("raise")
+    step({"layer": metadata()})
+    monkeypatch.setattr(guard.Fields, "addresses", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        assert step({"layer": metadata()}) == "replayed"
+        assert step({"layer": metadata()}) == "replayed"
+    assert watching.broken
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("value, level", [("", "DEBUG"), ("off", "DEBUG"), ("warn", "INFO"), ("loud", "WARNING")])
+def test_register_never_raises(monkeypatch, caplog, value, level):
+    monkeypatch.setenv("STALEGRAPH_GUARD", value)
+    with caplog.at_level(logging.DEBUG, "vllm.stalegraph.guard"):
+        guard.register()
+    guard.uninstall()
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+def test_a_mode_that_does_not_exist_is_a_usage_error():
+    with pytest.raises(UsageError, match="mode is 'loud'; allowed: off, warn, raise"):
+        guard.install("loud")
