@@ -125,6 +125,7 @@ def test_torch_must_fit_the_build(tmp_path, build, torch_version, torch_cuda, me
         ((10, 0), 13000, "sm_100; FlashMLA's FP8 dense decode runs on sm_90 only"),
         ((8, 0), 13000, "sm_80"),
         (None, 13000, "no CUDA device"),
+        ((9, 0), 0, "libcuda.so.1 is missing"),
         ((9, 0), 12080, "driver supports CUDA 12.8, torch brings CUDA 13.0"),
     ],
 )

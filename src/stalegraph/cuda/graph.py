@@ -31,20 +31,22 @@ class CudaGraph:
         """Records the block's work instead of running it; `pool` defaults to the one the graph was made with."""
         if self._graph is not None:
             raise CaptureError("this graph is captured already; call reset() first, or make another with device.graph()")
-        pool = self._pool if pool is None else pool
+        # A pool of our own making, so that it is known also where the capture fails.
+        self._pool = pool or self._pool or torch.cuda.graph_pool_handle()
         stream = self._device.capture_stream
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(stream.device)
         with torch.cuda.stream(stream):
-            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 yield self
             except BaseException:
-                _abandon(graph)
+                _abandon(graph, self._device.index, self._pool)
                 raise
             try:
                 graph.capture_end()
             except RuntimeError as error:
+                _stop_routing(self._device.index, self._pool)
                 raise CaptureError(f"the capture was invalidated: {str(error).splitlines()[0]}") from error
         graph.instantiate()
         self._graph = graph
@@ -69,9 +71,7 @@ class CudaGraph:
 
     def pool(self):
         """The id of the memory pool that the graph's own tensors live in, to be shared with later captures."""
-        if self._graph is None:
-            return self._pool
-        return self._graph.pool()
+        return self._pool
 
     def reset(self) -> None:
         """Gives up the graph and its hold on its pool; it can be captured again."""
@@ -80,10 +80,16 @@ class CudaGraph:
         self._graph = self._memory = self._nodes = None
 
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, index: int, pool) -> None:
     """Ends a capture whose body failed, so that the stream is usable; the body's own error is the one to report."""
     try:
         graph.capture_end()
         graph.reset()
     except RuntimeError:
-        pass
+        _stop_routing(index, pool)
+
+
+def _stop_routing(index: int, pool) -> None:
+    """Tells the allocator that no capture fills `pool` any more, which a failed capture_end leaves out."""
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -145,6 +146,8 @@ def check_device(capability: tuple[int, int] | None, name: str, driver_cuda: int
         raise RungUnavailable(
             f"{name} is sm_{capability[0]}{capability[1]}; FlashMLA's FP8 dense decode runs on sm_90 only (H100, H200, H20)"
         )
+    if driver_cuda == 0:
+        raise RungUnavailable("the NVIDIA driver's library libcuda.so.1 is missing; install the driver")
     if driver_cuda // 1000 < numbers(torch_cuda)[0]:
         raise RungUnavailable(
             f"the driver supports CUDA {driver_cuda // 1000}.{driver_cuda % 1000 // 10}, torch brings CUDA {torch_cuda}"
@@ -152,16 +155,25 @@ def check_device(capability: tuple[int, int] | None, name: str, driver_cuda: int
         )
 
 
+def driver_cuda() -> int:
+    """The newest CUDA that the driver supports, 13000 for 13.0; 0 where there is no NVIDIA driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return 0 if failed else version.value
+
+
 def missing_device() -> str | None:
     """Why this machine cannot run FlashMLA's kernels, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     try:
-        driver = torch._C._cuda_getDriverVersion()
         visible = torch.cuda.is_available() and torch.cuda.device_count() > 0
         capability = torch.cuda.get_device_capability() if visible else None
         name = torch.cuda.get_device_name() if visible else "no device"
-        check_device(capability, name, driver, torch.version.cuda)
+        check_device(capability, name, driver_cuda(), torch.version.cuda)
     except RungUnavailable as error:
         return str(error)
     except RuntimeError as error:
