@@ -59,6 +59,7 @@ def test_a_truncated_library_is_refused(tmp_path):
 
 
 def test_an_installed_vllm_is_found_and_not_imported(tmp_path, monkeypatch):
+    monkeypatch.delenv("STALEGRAPH_FLASHMLA_LIB", raising=False)
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('vllm was imported')")
@@ -80,7 +81,14 @@ def test_a_path_may_be_a_file_or_a_folder(tmp_path):
         find_library(tmp_path / "nowhere")
 
 
+def test_the_environment_names_a_library_too(tmp_path, monkeypatch):
+    path = write_library(tmp_path / "_flashmla_extension_C.abi3.so", CXX)
+    monkeypatch.setenv("STALEGRAPH_FLASHMLA_LIB", str(tmp_path))
+    assert find_library() == path
+
+
 def test_without_vllm_the_message_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("STALEGRAPH_FLASHMLA_LIB", raising=False)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RungUnavailable, match="vLLM is not installed.*--flashmla-lib"):
         find_library()

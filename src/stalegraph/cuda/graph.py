@@ -21,6 +21,7 @@ class CudaGraph:
 
     def __init__(self, device, pool=None):
         self._device = device
+        self._given = pool  # the caller's pool, or None for one of this graph's own at each capture
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._memory: MemoryMap | None = None
@@ -31,8 +32,8 @@ class CudaGraph:
         """Records the block's work instead of running it; `pool` defaults to the one the graph was made with."""
         if self._graph is not None:
             raise CaptureError("this graph is captured already; call reset() first, or make another with device.graph()")
-        # A pool of our own making, so that it is known also where the capture fails.
-        self._pool = pool or self._pool or torch.cuda.graph_pool_handle()
+        # Made here and not by torch, so that it is known also where the capture fails.
+        self._pool = pool or self._given or torch.cuda.graph_pool_handle()
         stream = self._device.capture_stream
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(stream.device)
@@ -42,11 +43,13 @@ class CudaGraph:
                 yield self
             except BaseException:
                 _abandon(graph, self._device.index, self._pool)
+                self.reset()
                 raise
             try:
                 graph.capture_end()
             except RuntimeError as error:
                 _stop_routing(self._device.index, self._pool)
+                self.reset()
                 raise CaptureError(f"the capture was invalidated: {str(error).splitlines()[0]}") from error
         graph.instantiate()
         self._graph = graph
@@ -78,6 +81,7 @@ class CudaGraph:
         if self._graph is not None:
             self._graph.reset()
         self._graph = self._memory = self._nodes = None
+        self._pool = self._given  # torch refuses a pool that nobody has held since
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, index: int, pool) -> None:

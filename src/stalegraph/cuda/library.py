@@ -81,7 +81,11 @@ def table() -> str:
 
 
 def find_library(path=None) -> Path:
-    """The library at `path` (a file, or a folder that holds it), else in an installed vLLM, which is not imported."""
+    """The library at `path` (a file, or a folder that holds it), else in an installed vLLM, which is not imported.
+
+    Without `path`, the environment's STALEGRAPH_FLASHMLA_LIB comes before an installed vLLM.
+    """
+    path = path or os.environ.get("STALEGRAPH_FLASHMLA_LIB")
     if path is not None:
         path = Path(path)
         found = [path] if path.is_file() else sorted(path.glob(PATTERN)) if path.is_dir() else []
@@ -187,7 +191,7 @@ def load_flashmla(path=None) -> LibraryInfo:
     `path` defaults to the environment's STALEGRAPH_FLASHMLA_LIB, then to an installed vLLM. Raises RungUnavailable, saying
     what would do, where the library, torch, the GPU or the driver do not fit.
     """
-    library = read_library(find_library(path or os.environ.get("STALEGRAPH_FLASHMLA_LIB")))
+    library = read_library(find_library(path))
     release = release_of(library)
     build = build_of(library, release)
     check_torch(library, build, torch.__version__, torch.version.cuda)

@@ -29,6 +29,17 @@ class PaddedCase:
     schedule: str = "fresh"
     before_cache: str = "segment"
 
+    def inputs(self) -> tuple[torch.Tensor, list[int], list[int]]:
+        """block_table (rows, WIDTH) on the CPU, the rows' lengths, and the lengths that the schedule is planned for."""
+        lengths = list(self.seq_lens)
+        table = torch.full((len(lengths), WIDTH), self.fill, dtype=torch.int32)
+        for row, length in enumerate(lengths):
+            if length:
+                table[row] = torch.arange(row * WIDTH, (row + 1) * WIDTH) % decode.PAGES
+        if self.schedule == "clamped":
+            lengths = [max(length, 1) for length in lengths]
+        return table, lengths, [1] * len(lengths) if self.schedule == "captured" else lengths
+
 
 CASES = (
     PaddedCase((204, 70, 0), 0),
@@ -50,19 +61,12 @@ def run(case: PaddedCase, library) -> dict:
     with CudaDevice(history=False) as device:
         problem = decode.DecodeCase("padded", case.seq_lens, case.seq_lens, case.seq_lens)
         inputs = decode.tensors(problem)
-        lengths = list(case.seq_lens)
         # Large enough for a segment of its own, so that the cache starts that segment or lies one page into it.
         big = torch.empty(PAGE_BYTES * 1024, dtype=torch.uint8, device=device.torch_device).fill_(0x38)  # e4m3 1.0
         skipped = PAGE_BYTES if case.before_cache == "tensor" else 0
         cache = big[skipped : skipped + decode.PAGES * PAGE_BYTES].view(torch.float8_e4m3fn).view(decode.PAGES, 64, 1, 576)
         cache.copy_(inputs["k_cache"])
-        table = torch.full((len(lengths), WIDTH), case.fill, dtype=torch.int32)
-        for row, length in enumerate(lengths):
-            if length:
-                table[row] = torch.arange(row * WIDTH, (row + 1) * WIDTH) % decode.PAGES
-        if case.schedule == "clamped":
-            lengths = [max(length, 1) for length in lengths]
-        planned = [1] * len(lengths) if case.schedule == "captured" else lengths
+        table, lengths, planned = case.inputs()
         parts = schedule.num_sm_parts(device.sm_count, problem.heads)
         metadata, num_splits = (tensor.to(device.torch_device) for tensor in schedule.plan(planned, parts))
         q = inputs["q"].to(device.torch_device)
