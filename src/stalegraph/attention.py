@@ -140,8 +140,12 @@ def _attend(q, pages: _Pages, group, lengths, scale, value_scale, causal, head, 
     """Partials of items with equally many blocks: (out (items, rows, 512), natural-log lse (items, rows)), float32."""
     blocks = group[0][2] - group[0][1]
     where = [(request, first) for request, first, *_ in group]
+    left = torch.tensor([lengths[r] for r, _ in where]) - BLOCK_SIZE * torch.tensor([first + blocks - 1 for _, first in where])
     table = torch.tensor([[pages.page(r, first + b) for b in range(blocks)] for r, first in where])
+    table[left <= 0, -1] = 0  # no row of that page is loaded
     keys = pages.keys(table, head, where)
+    # Rows that the last block's load leaves out are zeros, whatever the page holds there.
+    keys[:, -BLOCK_SIZE:][torch.arange(BLOCK_SIZE) >= left[:, None]] = 0
     rows = q.shape[1]
     scores = torch.bmm(q[[request for request, _ in where]], keys.transpose(1, 2)) * scale
     # Only the last block is compared with seq_len (the last two where later queries see more), so positions that an
@@ -188,8 +192,10 @@ def mla_decode_fp8_into(
 
     groups: dict[int, list] = {}
     for request, first, last, split, direct in _items(tile_scheduler_metadata.tolist(), lengths):
-        # The last block's page is loaded before the range is looked at, so an empty range still reads one page.
-        pages.touch(request, last - 1)
+        # The last block's page is loaded before the range is looked at, so an empty range still reads one page; but only
+        # as many of its rows as seq_len leaves, so a range that lies behind the request's end reads nothing there.
+        if lengths[request] > BLOCK_SIZE * (last - 1):
+            pages.touch(request, last - 1)
         groups.setdefault(max(last - first, 0), []).append((request, first, last, split, direct))
 
     grouped = q.view(batch, queries, num_kv_heads, per_head, HEAD_DIM_QK).float()

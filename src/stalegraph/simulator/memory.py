@@ -11,6 +11,7 @@ import torch
 from stalegraph.errors import IllegalAddressError, OutOfMemoryError
 
 PAGE = 1 << 21  # segments start and end on 2 MiB, as cudaMalloc's do
+GUARD = PAGE  # left unmapped behind each segment: on an H200 the page before a cache lay in no segment (repro/recorded)
 
 
 class Memory:
@@ -35,9 +36,9 @@ class Memory:
         """Map the lowest gap of `size` bytes and return its address."""
         at = self.base
         for start in self._starts:
-            if start - at >= size:
+            if start - at >= size + GUARD:
                 break
-            at = start + self._sizes[start]
+            at = start + self._sizes[start] + GUARD
         if at + size > self.end:
             free = self.size - sum(self._sizes.values())
             raise OutOfMemoryError(
