@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +17,7 @@ class CudaGraph:
     """One `torch.cuda.CUDAGraph(keep_graph=True)` with the verbs of the simulator's graph.
 
     Captures on the device's one side stream, so that graphs that share a pool share its blocks. Unlike `torch.cuda.graph`
-    it neither collects garbage nor empties the allocator's cache: capture must not move other people's memory.
+    it does not empty the allocator's cache: a capture gives no segment back.
     """
 
     def __init__(self, device, pool=None):
@@ -32,11 +33,11 @@ class CudaGraph:
         """Records the block's work instead of running it; `pool` defaults to the one the graph was made with."""
         if self._graph is not None:
             raise CaptureError("this graph is captured already; call reset() first, or make another with device.graph()")
-        # Made here and not by torch, so that it is known also where the capture fails.
-        self._pool = pool or self._given or torch.cuda.graph_pool_handle()
+        self._pool = pool or self.pool()  # made here and not by torch, so that it is known also where the capture fails
         stream = self._device.capture_stream
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(stream.device)
+        gc.collect()  # so that garbage does not keep blocks
         with torch.cuda.stream(stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -73,7 +74,9 @@ class CudaGraph:
         return self._nodes
 
     def pool(self):
-        """The id of the memory pool that the graph's own tensors live in, to be shared with later captures."""
+        """The id of the memory pool that the graph's own tensors live in; share it by passing it to another graph."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
     def reset(self) -> None:
