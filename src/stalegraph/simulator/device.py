@@ -63,6 +63,10 @@ class _OnDevice(TorchDispatchMode):
         super().__init__()
         self.device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing here is compiled; the wrapper that skips Dynamo would cost more than the dispatch
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.device.dispatch(func, args, kwargs or {})
 

@@ -104,8 +104,7 @@ class CUDAGraph:
     def record(self, func, args, kwargs):
         """Note one op; returns what the op would, with results placed in the graph's pool and their content as it lies."""
         device = self.device
-        tags = func.tags
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        if _needs_a_value(func, args):
             raise CaptureError(f"{func} needs the host to wait for a value: operation not permitted when stream is capturing")
         flat, spec = tree_flatten((list(args), kwargs))
         slots = _slots(func, args, kwargs)
@@ -232,6 +231,17 @@ class CUDAGraph:
                         f"node {read.node} {recorded.node.name} reads {name} at 0x{address:x}, captured in generation "
                         f"{generation}, now {read.owner_now or 'free'}"
                     )
+
+
+def _needs_a_value(func, args) -> bool:
+    """Whether the op's result or its shape depends on values, so that the host would have to wait for them."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func._schema.name == "aten::index":  # only masks have as many results as they have true entries
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return True
 
 
 def _slots(func, args, kwargs) -> list[tuple[str, bool]]:
