@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stalegraph.blocks import DEFAULT_POOL, MemoryMap
 from stalegraph.cuda.graph import CudaGraph
 from stalegraph.cuda.library import LibraryInfo, missing_device
+from stalegraph.cuda.memory import Memory
 from stalegraph.errors import RungUnavailable, UsageError
 
 HISTORY_LENGTH = 1_000_000  # allocator events kept; the oldest go first
@@ -77,6 +78,7 @@ class CudaDevice:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         self.library: LibraryInfo | None = None
+        self.memory = Memory(self)
         self.replays = 0
         self._history = history
         self._stacks = stacks

@@ -58,11 +58,12 @@ def _padding(library, jobs: int):
 
 
 def _text(library, jobs: int):
-    from stalegraph.record.text import PROMPT, TOKENS, record_run, runs
+    from stalegraph.record.text import PROMPT, TOKENS, children, record_runs
 
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda run: record_run(*run, library), runs()))
-    return {"prompt": PROMPT.decode("latin-1"), "tokens": TOKENS, "runs": found}, None
+        found = list(pool.map(lambda runs: record_runs(runs, library), children()))
+    runs = [run for group in found for run in group]
+    return {"prompt": PROMPT.decode(), "tokens": TOKENS, "texts_are": "hex of bytes", "runs": runs}, None
 
 
 def main(args: argparse.Namespace) -> int:
