@@ -136,5 +136,5 @@ def test_captures_and_releases_leave_no_memory_behind(device):
     from stalegraph.record.leak import record
 
     found, _ = record(device, captures=200)
-    for what in ("allocated", "reserved", "used_on_device"):
+    for what in ("allocated", "reserved"):  # used_on_device counts other processes too: the record has it, taken alone
         assert found["after"][what] - found["before"][what] <= found["segment"], what

@@ -71,7 +71,7 @@ def record_builder(device, name: str) -> dict:
         )  # fmt: skip
     del metadata, captured
     odd = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for size in (4200, 64, 700, 2048)]
-    later = builder.build(ones * 200, table)
+    later = builder.build(ones.fill_(200), table)
     moved = {field: getattr(later, field).data_ptr() != where[field] for field in fields}
     del odd
     return {"nodes": nodes, "moved_at_the_next_build": moved}
