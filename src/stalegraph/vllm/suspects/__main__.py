@@ -1,0 +1,60 @@
+"""`python -m stalegraph.vllm.suspects`: examine every suspect of every release, print or record the verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from stalegraph.errors import StalegraphError
+from stalegraph.vllm.suspects.lineup import SUSPECTS, examine_release
+from stalegraph.vllm.survey import provenance
+from stalegraph.vllm.wheels import sources
+
+COMMAND = "python -m stalegraph.vllm.suspects --record repro/recorded/sim/suspects.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m stalegraph.vllm.suspects`."""
+    releases = sorted({release for suspect in SUSPECTS for release in suspect.expected})
+    parser.add_argument("--release", action="append", choices=releases, help="only this release (may be repeated)")
+    parser.add_argument("--sources", type=Path, help="folder with extracted sources, or to extract wheels to")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--record", type=Path, help="write the JSON, with its provenance, to this file")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Examine every suspect; 0 where each verdict is the one expected, else 1."""
+    chosen = arguments.release or sorted({release for suspect in SUSPECTS for release in suspect.expected})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.sources or Path(temporary)
+        found = [
+            (suspect, examine_release(suspect, release, sources(release, folder)))
+            for release in chosen
+            for suspect in SUSPECTS
+            if release in suspect.expected
+        ]
+    record = {"schema": 1, "provenance": provenance(chosen, COMMAND), "data": [examination.to_json() for _, examination in found]}
+    if arguments.record:
+        arguments.record.parent.mkdir(parents=True, exist_ok=True)
+        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        for _, examination in found:
+            moved = [item["field"] for item in examination.fields if item["moved"] and item["read_by"]]
+            wrong = f"{examination.wrong_steps} of {examination.steps} steps wrong"
+            print(f"{examination.release}  {examination.verdict:9}  {examination.suspect}: {wrong}; {', '.join(moved) or '-'}")
+    return int(any(examination.verdict != suspect.expected[examination.release] for suspect, examination in found))
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="python -m stalegraph.vllm.suspects", description=__doc__.splitlines()[0])
+    add_arguments(_parser)
+    try:
+        sys.exit(main(_parser.parse_args()))
+    except StalegraphError as _error:
+        print(_error, file=sys.stderr)
+        sys.exit(2)
