@@ -1,10 +1,11 @@
 """A GPU on the CPU: memory with true addresses, PyTorch's caching allocator, graphs that replay raw addresses."""
 
+from stalegraph.simulator.device import Device, current_device
+from stalegraph.simulator.graph import CUDAGraph
 from stalegraph.simulator.allocator import CachingAllocator
-from stalegraph.simulator.device import AllocationEvent, Counters, Device, current_device
-from stalegraph.simulator.graph import CUDAGraph, StaleRead
 from stalegraph.simulator.memory import Memory
+from stalegraph.simulator.events import AllocationEvent, Counters, StaleRead
 
 __all__ = [
-    "Device", "CUDAGraph", "Memory", "CachingAllocator", "Counters", "AllocationEvent", "StaleRead", "current_device",
+    "Device", "current_device", "CUDAGraph", "CachingAllocator", "Memory", "AllocationEvent", "Counters", "StaleRead",
 ]  # fmt: skip

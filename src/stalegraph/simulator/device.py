@@ -1,25 +1,27 @@
-"""A GPU simulated on the CPU: its tensors are torch CPU tensors at true addresses, its streams run at once and in order."""
+"""A GPU simulated on the CPU: its tensors are torch CPU tensors at true addresses, its one stream runs at once."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+import re
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from stalegraph.blocks import DEFAULT_POOL, MemoryMap
-from stalegraph.errors import CaptureError, DeviceAssertError, IllegalAddressError, StalegraphError, UsageError
-from stalegraph.simulator.allocator import CachingAllocator
-from stalegraph.simulator.graph import CUDAGraph, StaleRead, span
+from stalegraph.blocks import MemoryMap
+from stalegraph.errors import (
+    CaptureError, DeviceAssertError, IllegalAddressError, StalegraphError, UsageError,
+)  # fmt: skip
+from stalegraph.simulator.allocator import Allocation, CachingAllocator
+from stalegraph.simulator.dispatch import Calls, Operators
+from stalegraph.simulator.events import AllocationEvent, Counters, StaleRead
+from stalegraph.simulator.graph import CUDAGraph
 from stalegraph.simulator.memory import Memory
-from stalegraph.simulator.pinned import PinnedAllocator
+from stalegraph.simulator.pinned import PinnedMemory
+from stalegraph.simulator.recorder import Recorder, span
 
-_FRESH = {"aten::lift_fresh", "aten::lift"}  # data from Python arrives through these as a host tensor
-_COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy"}
 MAX_SMS = 1024
-MIN_MEMORY, MAX_MEMORY = 1 << 22, 1 << 40
+MIN_MEMORY, MAX_MEMORY = 1 << 22, 1 << 40  # bytes
+# What PyTorch's CPU kernels say where a GPU's would trip an assert: an index in the data, not in the call, is out of range.
+_ASSERTS = re.compile(r"(?<!Dimension )out of (range|bounds)", re.IGNORECASE)
 _current: Device | None = None
 
 
@@ -28,54 +30,25 @@ def current_device() -> Device | None:
     return _current
 
 
-@dataclass(frozen=True)
-class AllocationEvent:
-    """One thing the allocator did: `action` is alloc, free, segment_alloc or segment_free; address and size in bytes."""
+class _Host:
+    """Inside, torch knows nothing of the device."""
 
-    step: int
-    action: str
-    address: int
-    size: int
-    label: str | None
-    pool: tuple[int, int]
+    def __enter__(self):
+        self._guards = (torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction())
+        for guard in self._guards:
+            guard.__enter__()
 
-
-@dataclass
-class Counters:
-    """What the host has had the device do; subtract two snapshots for the cost of what lies between."""
-
-    allocations: int = 0
-    frees: int = 0
-    launches: int = 0
-    copies: int = 0
-    bytes_copied: int = 0
-    replays: int = 0
-
-    def snapshot(self) -> Counters:
-        return replace(self)
-
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
-
-
-class _OnDevice(TorchDispatchMode):
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # nothing here is compiled; the wrapper that skips Dynamo would cost more than the dispatch
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.device.dispatch(func, args, kwargs or {})
+    def __exit__(self, *exception):
+        for guard in reversed(self._guards):
+            guard.__exit__(*exception)
 
 
 class Device:
     """A simulated GPU of `sm_count` SMs and `memory_bytes` bytes; inside `with Device() as device:` torch runs on it.
 
-    With `strict`, a replay that would read a block freed or reused since capture raises StaleReadError; otherwise it
-    reads on as silently as hardware does and notes it in `stale_reads`.
+    With `strict`, a replay that would read a block freed or handed out again since capture raises StaleReadError; otherwise
+    it reads on as silently as hardware does and notes it in `stale_reads`. After an illegal access or a device assert every
+    further call raises that error, as on CUDA, until the device is closed.
     """
 
     def __init__(self, sm_count: int = 132, memory_bytes: int = 1 << 30, strict: bool = False):
@@ -83,206 +56,247 @@ class Device:
             ("sm_count", sm_count, 1, MAX_SMS),
             ("memory_bytes", memory_bytes, MIN_MEMORY, MAX_MEMORY),
         ):
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise UsageError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
+        if not isinstance(strict, bool):
+            raise UsageError(f"strict is {strict!r}; allowed: True or False")
         self.sm_count = sm_count
         self.strict = strict
         self.name = f"simulated GPU with {sm_count} SMs"
         self.torch_device = torch.device("cpu")
         self.memory = Memory(memory_bytes)
-        self.pinned = PinnedAllocator()
-        self.history: list[AllocationEvent] = []
+        self.pinned = PinnedMemory()
+        self.allocator = CachingAllocator(self.memory)
         self.stale_reads: list[StaleRead] = []
-        self.counters = Counters()
-        self.allocator = CachingAllocator(self.memory, self._tell)
-        self.capturing: CUDAGraph | None = None
+        self.capturing: Recorder | None = None
+        self.failure: StalegraphError | None = None
+        self.closed = False
+        self.launches = self.copies = self.bytes_copied = self.replays = 0
         self._graphs = 0
-        self._failure: StalegraphError | None = None
-        self._closed = False
-        self._mode = None
+        self._modes = None
 
-    # life
+    # -- life
+
     def __enter__(self) -> Device:
         global _current
+        if self.closed:
+            raise UsageError("this device is closed; allowed: a new Device")
         if _current is not None:
             raise UsageError("a simulated device is entered already; allowed: one at a time")
-        if self._closed:
-            raise UsageError("this device is closed; allowed: a new Device")
         _current = self
-        self._mode = _OnDevice(self)
-        self._mode.__enter__()
+        self._modes = (Operators(self), Calls(self))
+        for mode in self._modes:
+            mode.__enter__()
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exception) -> None:
         global _current
-        self._mode.__exit__(*exc)
-        self._mode, _current = None, None
+        for mode in reversed(self._modes):
+            mode.__exit__(*exception)
+        self._modes, _current = None, None
         self.close()
 
     def close(self) -> None:
-        """No graph of this device replays any more; its tensors stay readable as long as they live."""
-        self._closed = True
-
-    def check_usable(self) -> None:
-        if self._closed:
-            raise CaptureError("the device of this graph is closed; allowed: replay inside `with Device()`")
-        if self._failure is not None:
-            raise type(self._failure)(f"the device failed earlier and stays so until it is closed: {self._failure}")
-
-    def fail(self, error: StalegraphError) -> None:
-        """Keep `error`: as on CUDA every later call on this device reports it."""
-        self._failure = error
-
-    @property
-    def step(self) -> int:
-        """The caller's clock: what happens is stamped with it."""
-        return self.allocator.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self.allocator.step = value
+        """Ends the device: no graph of it replays any more, its tensors stay readable as long as they live."""
+        self.closed = True
 
     def synchronize(self) -> None:
-        """Nothing to wait for; reports an earlier failure, and is not permitted while capturing."""
-        if self.capturing is not None:
-            raise CaptureError("synchronize: operation not permitted when stream is capturing")
+        """There is nothing to wait for; raises what the device has failed with."""
+        self._check_idle("synchronize()")
+
+    # -- what is permitted now
+
+    def check_usable(self) -> None:
+        """Raises where the device is closed or has failed."""
+        if self.closed:
+            raise UsageError("this device is closed; allowed: use inside `with Device()`")
+        if self.failure is not None:
+            raise type(self.failure)(f"the device failed earlier and stays so until it is closed: {self.failure}")
+
+    def _check_idle(self, what: str) -> None:
         self.check_usable()
+        if self.capturing is not None:
+            self.capturing.refuse(what)
 
-    # tensors
+    def check_capture(self) -> None:
+        if self.closed:
+            raise CaptureError("capture() on a closed device; allowed: inside `with Device()`")
+        self.check_usable()
+        if _current is not self:
+            raise CaptureError("capture() on a device that is not entered; allowed: inside `with Device()`")
+        if self.capturing is not None:
+            raise CaptureError("capture() while another graph captures; allowed: one at a time")
+
+    def check_replay(self) -> None:
+        if self.closed:
+            raise CaptureError("replay() after its device was closed; allowed: inside `with Device()`")
+        self._check_idle("replay()")
+
+    def check_download(self, what: str) -> None:
+        """Raises where the host may not wait for data of the device."""
+        self._check_idle(what)
+
+    def check_pool(self, pool):
+        """`pool` where it is None or a private pool of this device."""
+        if pool is not None and not self.allocator.is_pool(pool):
+            raise UsageError(f"pool is {pool!r}; allowed: the pool() of a graph of this device")
+        return pool
+
+    def failed(self, error: Exception, where: str = "") -> Exception:
+        """What to raise for `error` out of a kernel; illegal accesses and device asserts stay with the device."""
+        if isinstance(error, (IllegalAddressError, DeviceAssertError)):
+            self.failure = error
+        elif isinstance(error, (IndexError, RuntimeError)) and not isinstance(error, StalegraphError):
+            if _ASSERTS.search(str(error)):
+                self.failure = error = DeviceAssertError(f"device-side assert triggered in {where}: {error}")
+        return error
+
+    # -- tensors
+
     def in_arena(self, address: int) -> bool:
-        return self.memory.base <= address < self.memory.end
+        """Whether `address` is one of device memory, mapped or not."""
+        return address in self.memory
 
-    def chunk_of(self, tensor: torch.Tensor):
-        """The allocator's chunk that `tensor`'s storage owns, or None for a host tensor."""
-        return self.allocator.chunks.get(tensor.untyped_storage().data_ptr())
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in device memory; one without elements lies nowhere."""
+        return tensor.layout is torch.strided and self.memory.base <= tensor.data_ptr() < self.memory.end
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has elements and they lie in host memory, pinned or not."""
+        if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        return not self.memory.base <= tensor.data_ptr() < self.memory.end
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fresh result, moved to a block of its own; what lies on the device already stays."""
+        if not self.is_host(tensor):
+            return tensor
+        placed = self.allocator.empty(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        placed.copy_(tensor)
+        return placed
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A device copy of pageable host data, for which the host waits."""
+        self._check_idle("a copy from pageable host memory")
+        self.count_copy(span(tensor))
+        with self.host():
+            return self.adopt(tensor)
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A view on the address of `tensor` that owns nothing; None where the device cannot reach it."""
+        """A view of `tensor`'s address that owns nothing; None where the device cannot reach it."""
         address = tensor.data_ptr()
-        for memory in (self.memory, self.pinned.memory):
-            if memory.base <= address < memory.end:
-                return memory.tensor(address, tensor.shape, tensor.stride(), tensor.dtype)
-        return None
+        memory = self.memory if address in self.memory else self.pinned if address in self.pinned else None
+        if memory is None:
+            return None
+        raw = memory.tensor(address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        raw = raw.conj() if tensor.is_conj() else raw
+        return raw._neg_view() if tensor.is_neg() else raw
 
-    def place(self, tensor: torch.Tensor, pool=DEFAULT_POOL, copy: bool = True) -> torch.Tensor:
-        """A device tensor of `tensor`'s shape and strides, in a block of its own; with its content if `copy`."""
-        if tensor.numel() == 0:
-            return tensor
-        nbytes = span(tensor)
-        chunk = self.allocator.allocate(nbytes, pool)
-        self.counters.allocations += 1
-        flat = self.memory.owned(chunk.address, nbytes, tensor.dtype, self._died)
-        placed = flat.as_strided(tensor.shape, tensor.stride())
-        if copy:
-            placed.copy_(tensor)
-        return placed
+    def allocation_of(self, tensor: torch.Tensor) -> tuple[dict, int, Allocation | None]:
+        """(the allocations of the memory that `tensor` lies in, where its own starts, that allocation or None)."""
+        start = tensor.untyped_storage().data_ptr()
+        live = self.pinned.live if start in self.pinned else self.allocator.live
+        allocation = live.get(start)
+        if allocation is None:  # a raw view: its storage is the whole range
+            start = tensor.data_ptr()
+            block = self.pinned.find(start) if start in self.pinned else self.allocator.find(start)
+            allocation = live.get(block["address"]) if block is not None else None
+            start = allocation.address if allocation is not None else start
+        return live, start, allocation
 
-    def _died(self, address: int) -> None:
-        self.counters.frees += 1
-        self.allocator.free(address)
+    def ownership(self, address: int, nbytes: int) -> tuple[str, int, str | None]:
+        """("allocated", "freed" or "unmapped", generation, owner or None) of what lies at `address` now."""
+        block = self.pinned.find(address) if address in self.pinned else self.allocator.find(address)
+        if block is None or (address in self.memory and not self.memory.is_mapped(address, nbytes)):
+            return "unmapped", 0, None
+        if block["state"] != "active_allocated":
+            return "freed", block["generation"], None
+        return "allocated", block["generation"], block["label"] or "an unnamed tensor"
 
-    def dispatch(self, func, args, kwargs):
-        """Run one op on the device, or record it while capturing."""
-        self._check_alive()
-        if self.capturing is not None:
-            return self.capturing.record(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except (IllegalAddressError, DeviceAssertError) as error:
-            self.fail(error)
-            raise
-        return self._settle(func, args, kwargs, result)
-
-    def _check_alive(self):
-        if self._failure is not None:
-            self.check_usable()
-
-    def _settle(self, func, args, kwargs, result):
-        """Move fresh results of an op to the device; results that alias an input stay where they are."""
-        name = func._schema.name
-        if isinstance(result, torch.Tensor):
-            placed, fresh = self._adopt(result, args, kwargs, name)
-        else:
-            flat, spec = tree_flatten(result)
-            adopted = [self._adopt(one, args, kwargs, name) if isinstance(one, torch.Tensor) else (one, False) for one in flat]
-            fresh = any(one[1] for one in adopted)
-            placed = tree_unflatten([one[0] for one in adopted], spec)
-        if fresh or func._schema.is_mutable:
-            self.counters.launches += name != "aten::empty"
-            if name in _COPIES:
-                self.counters.copies += 1
-                first = next(one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor))
-                self.counters.bytes_copied += first.numel() * first.itemsize
-        return placed
-
-    def _adopt(self, tensor, args, kwargs, name):
-        storage = tensor.untyped_storage().data_ptr()
-        if tensor.numel() == 0 or self.in_arena(storage):
-            return tensor, False
-        if name not in _FRESH:
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage:
-                    return tensor, False
-        return self.place(tensor), True
-
-    @contextmanager
-    def host(self):
-        """Inside, torch runs on the host: nothing is placed on the device, counted or captured."""
-        with _disable_current_modes():
-            yield
+    def host(self) -> _Host:
+        """A context in which torch runs on the host: nothing is placed on the device, counted or captured."""
+        return _Host()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy of a device tensor."""
-        self.synchronize()
+        """A host copy of `tensor`, for which the host waits."""
+        self._check_idle("to_host()")
+        if self.is_device(tensor):
+            self.count_copy(span(tensor))
         with self.host():
             return tensor.detach().clone()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned host copy of `tensor`, which a captured copy may read: its address is baked in like any other."""
+        """A pinned host copy of `tensor` (contiguous), which a captured copy reads again at every replay."""
+        if self.is_device(tensor):
+            self.check_download("pin() of a device tensor")
         with self.host():
-            return self.pinned.copy(tensor)
+            return self.pinned.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
 
     def label(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Name the block of `tensor` in maps, histories and findings; returns `tensor`."""
-        chunk = self.chunk_of(tensor)
-        if chunk is None:
-            raise UsageError(f"tensor at 0x{tensor.data_ptr():x} is not on this device; allowed: a device tensor")
-        chunk.label = name
+        """Names the block that `tensor` lives in, for tables and plots; returns the tensor. Does not keep it alive."""
+        if not tensor.numel():
+            return tensor
+        live, _, allocation = self.allocation_of(tensor)
+        if allocation is None:
+            raise UsageError(f"tensor at 0x{tensor.data_ptr():x} is in pageable host memory; allowed: a device or pinned tensor")
+        (self.pinned if live is self.pinned.live else self.allocator).name(allocation, name)
         return tensor
 
-    # graphs
+    # -- graphs
+
     def graph(self, pool=None) -> CUDAGraph:
-        """A graph to capture into; `pool` is another graph's `pool()` to share its memory."""
+        """A graph to capture into; `pool` is another graph's `pool()`, to share its memory."""
         return CUDAGraph(self, pool)
 
     def count_graph(self) -> int:
         self._graphs += 1
         return self._graphs
 
-    def begin_capture(self, graph) -> None:
-        if _current is not self:
-            raise CaptureError("capture outside of `with Device()`; allowed: capture inside it")
-        self.check_usable()
-        if self.capturing is not None:
-            raise CaptureError("a capture is running already; allowed: one at a time")
-        self.capturing = graph
+    # -- records
 
-    def end_capture(self) -> None:
-        self.capturing = None
+    @property
+    def step(self) -> int:
+        """The decode step that is running: the decode loop sets it, everything that happens is dated by it."""
+        return self.allocator.step
 
-    # maps
+    @step.setter
+    def step(self, value: int) -> None:
+        self.allocator.step = self.pinned.step = value
+
+    @property
+    def counters(self) -> Counters:
+        """What has been done so far; it does not change any more once taken."""
+        allocator = self.allocator
+        return Counters(
+            allocator.allocations, allocator.frees, self.launches, self.copies, self.bytes_copied, self.replays
+        )
+
+    def count_copy(self, nbytes: int) -> None:
+        self.copies += 1
+        self.bytes_copied += nbytes
+
+    def count_replay(self) -> None:
+        self.replays += 1
+        self.launches += 1
+
+    @property
+    def history(self) -> list[AllocationEvent]:
+        """What the allocator did, oldest first."""
+        return self.allocator.history
+
     def memory_snapshot(self) -> list[dict]:
-        """In the form of `torch.cuda.memory_snapshot()`."""
+        """Segments and blocks in the form of `torch.cuda.memory_snapshot()`, with generation, label and since."""
         return self.allocator.snapshot()
 
     def memory_map(self) -> MemoryMap:
+        """The blocks now, with generations, labels and the step at which their state began."""
         return MemoryMap.from_snapshot(self.memory_snapshot())
 
-    def empty_cache(self) -> None:
-        """Give segments that are wholly free back, as `torch.cuda.empty_cache()` does."""
-        if self.capturing is not None:
-            raise CaptureError("empty_cache: operation not permitted when stream is capturing")
-        self.allocator.empty_cache()
+    def pinned_map(self) -> MemoryMap:
+        """The blocks of pinned host memory, the same way; their pool is `simulator.pinned.HOST_POOL`."""
+        return MemoryMap(self.pinned.blocks())
 
-    def _tell(self, action, address, size, label, pool) -> None:
-        self.history.append(AllocationEvent(self.allocator.step, action, address, size, label, pool))
+    def empty_cache(self) -> None:
+        """Gives segments that are free as a whole back, as `torch.cuda.empty_cache()` does."""
+        self._check_idle("empty_cache()")
+        self.allocator.empty_cache()

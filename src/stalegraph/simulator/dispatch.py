@@ -1,0 +1,256 @@
+"""Where torch's calls reach the simulated device: operators below autograd, and the few calls that move tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stalegraph.errors import CaptureError
+from stalegraph.simulator.inference import infer
+from stalegraph.simulator.operator import Operator
+from stalegraph.simulator.recorder import span
+
+_CPU = torch.device("cpu")
+_DEVICE, _HOST, _NUMBER = 1, 2, 4  # where the tensors of a call live: on the device, on the host, on the host and 0-dim
+
+
+class Operators(TorchDispatchMode):
+    """Runs every operator on the device, or has it recorded while a graph captures."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self._kinds = {
+            "view": self._view,
+            "empty": self._empty,
+            "metadata": self._metadata,
+            "composite": self._composite,
+            "host": self._host,
+        }
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing here is compiled; the wrapper that skips Dynamo would cost more than the dispatch
+
+    def __torch_dispatch__(self, overload, types, args=(), kwargs=None):
+        operator = Operator._known.get(overload) or Operator.of(overload)
+        kwargs = kwargs or {}
+        if self.device.closed:
+            return operator.call(*args, **kwargs)
+        if operator.kind == "compute":
+            return self._compute(operator, args, kwargs)
+        return self._kinds[operator.kind](operator, args, kwargs)
+
+    def _where(self, args, kwargs) -> int:
+        found = 0
+        memory = self.device.memory
+        low, high = memory.base, memory.end
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr() if value.layout is torch.strided else 1
+                if low <= address < high:
+                    found |= _DEVICE
+                elif address:
+                    found |= _HOST if value.dim() else _NUMBER
+            elif isinstance(value, (list, tuple)):
+                found |= self._where(value, None)
+        return found
+
+    def _compute(self, operator, args, kwargs):
+        device = self.device
+        where = self._where(args, kwargs)
+        if not where & _DEVICE:
+            if where and not (operator.name == "aten::_to_copy" and kwargs.get("device") is not None):
+                return operator.call(*args, **kwargs)  # all on the host, so the result is too
+            target = kwargs.get("device")
+            if target is not None and target.type != "cpu" or operator.name == "aten::scalar_tensor":
+                return operator.call(*args, **kwargs)  # another device, or a number that goes by value
+            if kwargs.get("pin_memory"):
+                return device.pin(operator.call(*args, **{**kwargs, "pin_memory": False}))
+        if device.failure is not None:
+            device.check_usable()
+        if operator.outs:
+            self._fit(operator, args, kwargs)
+        if device.capturing is not None:
+            return device.capturing.record(operator, args, kwargs)
+        try:
+            result = operator.call(*args, **kwargs)
+        except Exception as error:
+            failure = device.failed(error, operator.name)
+            if failure is error:
+                raise
+            raise failure from error
+        if operator.is_copy and _is_memcpy(operator, args, result):
+            device.count_copy(span(result))
+        else:
+            device.launches += 1
+        if not operator.fresh:
+            return result
+        if isinstance(result, torch.Tensor):
+            return device.adopt(result)
+        return type(result)(
+            [device.adopt(one) for one in value]
+            if isinstance(value, list)
+            else device.adopt(value)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in result
+        )
+
+    def _fit(self, operator, args, kwargs) -> None:
+        """Gives empty `out` tensors the memory that the operator will want of them, as `resize_` would on a GPU."""
+        outs = [kwargs[name] for name in operator.outs if name in kwargs]
+        if not any(isinstance(out, torch.Tensor) and out.numel() == 0 for out in outs):
+            return
+        wanted = infer(operator, args, kwargs)
+        for out, like in zip(outs, wanted if isinstance(wanted, tuple) else (wanted,)):
+            if out.numel() == 0 and like.numel():
+                out.set_(self.device.allocator.empty(tuple(like.shape), like.stride(), out.dtype))
+
+    def _view(self, operator, args, kwargs):
+        result = operator.call(*args, **kwargs)
+        if operator.name != "aten::lift_fresh" or result.numel() == 0 or not self.device.is_host(result):
+            return result
+        # Data from Python. A number stays on the host and goes by value; memory that NumPy owns stays where it is.
+        if result.dim() == 0 or not result.untyped_storage().resizable():
+            return result
+        return self.device.upload(result)
+
+    def _empty(self, operator, args, kwargs):
+        where = self._where(args, kwargs)
+        target = kwargs.get("device")
+        if (where and not where & _DEVICE) or (target is not None and target.type != "cpu"):
+            return operator.call(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            like = operator.call(*args, **{**kwargs, "pin_memory": False})
+            return self.device.pinned.empty(tuple(like.shape), like.dtype)
+        if self.device.failure is not None:
+            self.device.check_usable()
+        like = operator.call(*args, **kwargs)
+        return self.device.allocator.empty(tuple(like.shape), like.stride(), like.dtype)
+
+    def _metadata(self, operator, args, kwargs):
+        if operator.name != "aten::resize_" or not self._where(args[:1], None) & _DEVICE:
+            return operator.call(*args, **kwargs)
+        tensor, shape = args[0], args[1]
+        with torch._C._DisableTorchDispatch():
+            wanted = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            if span(wanted) + tensor.storage_offset() * tensor.itemsize > tensor.untyped_storage().nbytes():
+                grown = self.device.allocator.empty((wanted.numel(),), (1,), tensor.dtype)
+                if self.device.capturing is None:
+                    grown[: tensor.numel()].copy_(tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1))
+                return tensor.set_(grown.view(tuple(shape)))
+        return operator.call(*args, **kwargs)
+
+    def _composite(self, operator, args, kwargs):
+        # Inference mode hands composites over whole; their parts are what a GPU would launch.
+        with self:
+            return operator.overload.decompose(*args, **kwargs)
+
+    def _host(self, operator, args, kwargs):
+        """A number comes back to the host: a copy of a few bytes that it waits for, or a question of shape and type."""
+        device = self.device
+        if operator.synchronises and self._where(args, kwargs) & _DEVICE:
+            if device.failure is not None:
+                device.check_usable()
+            if device.capturing is not None:
+                device.capturing.refuse(f"{operator.name} makes the host wait for a value")
+            device.count_copy(args[0].itemsize)
+        return operator.call(*args, **kwargs)
+
+
+def _is_memcpy(operator, args, result) -> bool:
+    """Whether a GPU would do it by memcpy: same type on both sides, both dense in the same order."""
+    source = args[1] if operator.name == "aten::copy_" else args[0]
+    return (
+        source.dtype == result.dtype
+        and source.shape == result.shape
+        and source.stride() == result.stride()
+        and result.numel() * result.itemsize == span(result)
+    )
+
+
+class Calls(TorchFunctionMode):
+    """The calls that move tensors between host and device, which on one torch device would otherwise do nothing."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self._calls = {
+            torch.Tensor.to: self._to,
+            torch.Tensor.cpu: self._cpu,
+            torch.Tensor.pin_memory: self._pin,
+            torch.Tensor.is_pinned: self._is_pinned,
+            torch.Tensor.tolist: self._read,
+            torch.Tensor.numpy: self._read,
+            torch.Tensor.__array__: self._read,
+            torch.Tensor.__deepcopy__: self._deepcopy,
+            torch.tensor: self._data,
+            torch.as_tensor: self._data,
+            torch.asarray: self._data,
+        }
+
+    def __torch_function__(self, call, types, args=(), kwargs=None):
+        own = self._calls.get(call)
+        if own is not None and not self.device.closed:
+            return own(call, args, kwargs or {})
+        return call(*args, **kwargs) if kwargs else call(*args)
+
+    def _to(self, call, args, kwargs):
+        tensor = args[0]
+        if not self.device.is_host(tensor):
+            return call(*args, **kwargs)
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(other, torch.Tensor):
+            if self.device.is_host(other):
+                return call(*args, **kwargs)
+            target, dtype, non_blocking = other.device, other.dtype, bool(kwargs.get("non_blocking"))
+        else:
+            named = {name: value for name, value in kwargs.items() if name != "copy"}
+            target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[1:], **named)
+        if target is None or target.type != "cpu":
+            return call(*args, **kwargs)
+        return torch.ops.aten._to_copy.default(
+            tensor, dtype=dtype or tensor.dtype, device=_CPU, non_blocking=non_blocking
+        )  # fmt: skip
+
+    def _cpu(self, call, args, kwargs):
+        tensor = args[0]
+        if not self.device.is_device(tensor):
+            return call(*args, **kwargs)
+        self.device.check_download("Tensor.cpu()")
+        self.device.count_copy(span(tensor))
+        with self.device.host():
+            return tensor.clone()
+
+    def _pin(self, call, args, kwargs):
+        return self.device.pin(args[0])
+
+    def _is_pinned(self, call, args, kwargs):
+        return args[0].numel() > 0 and args[0].data_ptr() in self.device.pinned
+
+    def _read(self, call, args, kwargs):
+        if self.device.is_device(args[0]):
+            self.device.check_download(f"Tensor.{call.__name__}()")
+        return call(*args, **kwargs)
+
+    def _deepcopy(self, call, args, kwargs):
+        if not self.device.is_device(args[0]) or self.device.capturing is not None:
+            return call(*args, **kwargs)
+        copy = call(*args, **kwargs)
+        if self.device.is_host(copy):
+            with torch.no_grad():
+                copy.data = self.device.adopt(copy.detach())
+        return copy
+
+    def _data(self, call, args, kwargs):
+        result = call(*args, **kwargs)
+        if result.dim() or not self.device.is_host(result) or result.dtype is None:
+            return result
+        if self.device.capturing is not None and kwargs.get("device") is None:
+            return result  # a number without a device stays on the host in CUDA code too
+        if isinstance(args[0] if args else kwargs.get("data"), torch.Tensor):
+            return result
+        requires_grad = result.requires_grad
+        return self.device.upload(result.detach()).requires_grad_(requires_grad)
