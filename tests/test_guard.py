@@ -1,6 +1,8 @@
 """The guard in stand-ins for vLLM's two runners: what moved is named once, what may move is not."""
 
 import enum
+import importlib
+import inspect
 import logging
 import sys
 import types
@@ -317,3 +319,137 @@ def test_register_never_raises(monkeypatch, caplog, value, level):
 def test_a_mode_that_does_not_exist_is_a_usage_error():
     with pytest.raises(UsageError, match="mode is 'loud'; allowed: off, warn, raise"):
         guard.install("loud")
+
+
+# ------------------------------------------------------ vLLM's own graph wrappers, executed from the wheels' sources
+
+WRAPPER, MANAGER, BACKEND = guard.V1_GRAPHS, guard.V2_GRAPHS, guard.BUILDERS
+
+
+class CapturedGraph(Graph):
+    pass
+
+
+@pytest.fixture
+def release(request, tmp_path_factory, monkeypatch):
+    """Execute a release's graph wrappers with the rest of vLLM stubbed; graphs capture nothing and count replays."""
+    from contextlib import nullcontext
+
+    from stalegraph.vllm.sources import settings
+    from stalegraph.vllm.stubs import stubbed
+    from stalegraph.vllm.wheels import sources
+
+    root = sources(request.param, tmp_path_factory.getbasetemp() / "vllm")
+    context = types.SimpleNamespace(attn_metadata=None, batch_descriptor=None, cudagraph_runtime_mode=None)
+    monkeypatch.setattr("torch.cuda.CUDAGraph", CapturedGraph)
+    monkeypatch.setattr("torch.cuda.graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 1))
+
+    class Mode(enum.Enum):
+        NONE, PIECEWISE, FULL, FULL_DECODE_ONLY = range(4)
+
+        def has_full_cudagraphs(self):
+            return self is Mode.FULL
+
+        has_piecewise_cudagraphs = __bool__ = has_full_cudagraphs
+        mixed_mode = decode_mode = lambda self: self
+        separate_routine = lambda self: False  # noqa: E731
+
+    null = lambda *_, **__: nullcontext()  # noqa: E731
+    names = {
+        "vllm.config": {"CUDAGraphMode": Mode},
+        "vllm.config.compilation": {"CUDAGraphMode": Mode},
+        "vllm.compilation.counter": {"compilation_counter": types.SimpleNamespace(num_cudagraph_captured=0)},
+        "vllm.compilation.cudagraph_pool": {"capture_pool": null},
+        "vllm.forward_context": {
+            "get_forward_context": lambda: context,
+            "is_forward_context_available": lambda: True,
+            "set_forward_context": null,
+        },
+        "vllm.distributed.parallel_state": {"graph_capture": null, "is_global_first_rank": lambda: False},
+        "vllm.utils.torch_utils": {"current_stream": lambda: None, "weak_ref_tensors": lambda output: output},
+    }
+    with stubbed(root, [WRAPPER, MANAGER, BACKEND], names):
+        yield types.SimpleNamespace(
+            name=request.param, context=context, mode=Mode, settings=settings, load=importlib.import_module
+        )
+        guard.uninstall()
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", ["0.14.1", "0.15.0", "0.18.1", "0.19.0", "0.20.2", "0.33.0"], indirect=True)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_v1_wrapper_of_real_releases(release, fresh):
+    module = release.load(WRAPPER)
+    watching = watch()
+    config = release.settings(compilation_config=release.settings())
+    wrapper = module.CUDAGraphWrapper(lambda: torch.zeros(1), config, runtime_mode=release.mode.FULL)
+    persistent = torch.zeros(9, dtype=torch.int32)
+    context = release.context
+    context.cudagraph_runtime_mode, context.batch_descriptor = release.mode.FULL, Descriptor(4)
+    for _ in range(3):
+        context.attn_metadata = {"layer": metadata(None if fresh else persistent)}
+        wrapper()
+    assert [graph.replays for graph in watching.records] == [2]
+    fields = sorted(message.split(" ")[0] for message in watching.messages)
+    schedule = ["decode.scheduler_metadata.num_splits", "decode.scheduler_metadata.tile_scheduler_metadata"]
+    assert fields == (schedule if fresh else [])
+    wrapper.concrete_cudagraph_entries.clear()
+    assert len(watching.records) == 0
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", ["0.14.1", "0.15.0", "0.18.1", "0.19.0", "0.20.2", "0.33.0"], indirect=True)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_v2_manager_of_real_releases(release, fresh):
+    watching = watch()
+    module, interface = release.load(MANAGER), release.load(BACKEND)
+    guard._watch_v2(module)  # the stubs' finder stands before the one that waits for this import
+    persistent = torch.zeros(9, dtype=torch.int32)
+
+    class Builder(interface.AttentionMetadataBuilder):
+        layer_names = ("layer",)
+
+        def __init__(self):
+            pass
+
+        def build(self, common_prefix_len=0, common_attn_metadata=None, fast_build=False):
+            return metadata(None if fresh else persistent)
+
+    builder = Builder()
+    settings, old = release.settings, release.name < "0.18"
+    config = settings(
+        scheduler_config=settings(max_num_seqs=8, max_num_batched_tokens=8),
+        model_config=settings(max_model_len=64),
+        parallel_config=settings(data_parallel_size=1, tensor_parallel_size=1),
+        compilation_config=settings(cudagraph_mode=release.mode.FULL, cudagraph_capture_sizes=[4] if old else []),
+        speculative_config=None,
+    )
+    buffers = settings(input_ids=torch.zeros(8), positions=torch.zeros(8))
+    if old:
+        prepared = (lambda: builder.build()) if release.name == "0.14.1" else (lambda: (builder.build(), {}))
+        module.prepare_inputs_to_capture = lambda *_, **__: prepared()
+        manager = module.CudaGraphManager(config, False, torch.device("cpu"))
+        given = {"model": lambda **_: torch.zeros(4), "input_buffers": buffers, "attn_metadata_builders": [builder]}
+        wanted = inspect.signature(manager.capture).parameters
+        manager.capture(**{name: given.get(name) for name in wanted})
+        key, run = 4, manager.run
+    else:
+        manager = module.CudaGraphManager(config, torch.device("cpu"), release.mode.FULL, 1)
+        key = module.BatchExecutionDescriptor(cg_mode=release.mode.FULL, num_tokens=4, num_reqs=4)
+        manager._capture_descs = {release.mode.FULL: [key]}
+
+        def create_forward_fn(desc, warmup=None):
+            made = builder.build_for_cudagraph_capture(None)
+            return lambda mode: made and None
+
+        manager.capture(create_forward_fn)
+        run = manager.run_fullgraph
+    for _ in range(2):
+        builder.build()
+        run(key)
+    assert [graph.replays for graph in watching.records] == [2]
+    fields = sorted(message.split(" ")[0] for message in watching.messages)
+    schedule = ["decode.scheduler_metadata.num_splits", "decode.scheduler_metadata.tile_scheduler_metadata"]
+    assert fields == (schedule if fresh else [])
+    assert all("of layer layer moved since capture of batch 4" in message for message in watching.messages)
