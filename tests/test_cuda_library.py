@@ -44,7 +44,9 @@ def test_needed_libraries_cuda_major_and_abi_are_read(tmp_path):
     assert (stable.cuda_major, stable.stable_abi) == (12, True)
 
 
-@pytest.mark.parametrize("data, message", [(b"not ELF", "no 64-bit ELF"), (b"\x7fELF\x02\x01\x01" + bytes(90), "dynamic")])
+@pytest.mark.parametrize(
+    "data, message", [(b"not ELF", "no 64-bit ELF"), (b"\x7fELF\x02\x01\x01" + bytes(90), "dynamic")]
+)
 def test_a_file_that_is_no_library_is_refused(tmp_path, data, message):
     (tmp_path / "a.so").write_bytes(data)
     with pytest.raises(RungUnavailable, match=message):

@@ -1,4 +1,4 @@
-"""Pointers are found in parameter bytes wherever they sit; what cannot be read is said, and the rest is read all the same."""
+"""Pointers are found in parameter bytes wherever they sit; what cannot be read is said, and the rest is read."""
 
 import ctypes
 import enum
@@ -126,7 +126,8 @@ def test_copies_and_fills_say_what_they_read_and_write():
     )  # fmt: skip
     fill = SimpleNamespace(elementSize=4, width=8, height=1, dst=BASE + 64, value=0)
     first, second = read([(Kind.CU_GRAPH_NODE_TYPE_MEMCPY, copy), (Kind.CU_GRAPH_NODE_TYPE_MEMSET, fill)], {})
-    assert [(a.address, a.access, a.nbytes) for a in first.arguments] == [(PINNED + 4, "read", 100), (BASE, "write", 100)]
+    told = [(a.address, a.access, a.nbytes) for a in first.arguments]
+    assert told == [(PINNED + 4, "read", 100), (BASE, "write", 100)]
     assert [(a.address, a.access, a.nbytes) for a in second.arguments] == [(BASE + 64, "write", 32)]
 
 

@@ -1,4 +1,4 @@
-"""Runs an experiment that may assert, fault or hang in a process of its own, and hands back what became of it as data."""
+"""Runs what may assert, fault or hang in a process of its own, and hands back what became of it as data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Isolated:
     """What became of a child: its value, or how it ended. `exit_code` is None where a signal ended it.
 
     `exception` is "Type: message" of what the target raised; `cuda_error` CUDA's own words, from there or from stderr;
-    `asserts` are the device asserts that failed, equal ones folded; `stderr` and `stdout` are the last of what it wrote.
+    `asserts` are the device asserts that failed, equal ones folded; `stderr` and `stdout` end what it wrote.
     """
 
     value: object = None
@@ -64,7 +64,8 @@ class Isolated:
         """One line for a notebook: how it ended, CUDA's error, the first assert and how many equal it."""
         if self.ok:
             return "returned"
-        how = "timed out" if self.timed_out else f"signal {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        ended = f"signal {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        how = "timed out" if self.timed_out else ended
         parts = [how]
         if self.cuda_error or self.exception:
             parts.append(self.cuda_error or self.exception)
@@ -137,8 +138,8 @@ def _end(process: subprocess.Popen) -> None:
 def run_isolated(target, *args, timeout: float = 120.0, env: dict[str, str] | None = None, **kwargs) -> Isolated:
     """`target(*args, **kwargs)` in a fresh interpreter; never raises for what happens in there.
 
-    `target` is a module's function, its arguments and value are pickled. After `timeout` seconds the child is ended, and
-    whatever it started with it; nothing that it started outlives the call. `env` adds to the child's environment.
+    `target` is a module's function, its arguments and value are pickled. After `timeout` seconds the child is ended,
+    and whatever it started with it; nothing that it started outlives the call. `env` adds to the child's environment.
     """
     if timeout <= 0:
         raise UsageError(f"timeout is {timeout}; allowed: more than 0 seconds")
@@ -178,7 +179,7 @@ def _read(file) -> str:
     return file.read().decode(errors="replace")
 
 
-def _result(code: int, timed_out: bool, value, exception: str | None, seconds: float, stdout: str, stderr: str) -> Isolated:
+def _result(code: int, timed_out: bool, value, exception, seconds: float, stdout: str, stderr: str) -> Isolated:
     found = CUDA_ERROR.search(exception or "") or CUDA_ERROR.search(stderr)
     ended_by = signal.Signals(-code).name if code < 0 else None
     return Isolated(

@@ -21,7 +21,7 @@ def open_rung(name: str, *, sm_count: int | None = None, flashmla_lib=None, stri
     if name not in RUNGS:
         raise UsageError(f"rung is {name!r}; allowed: {', '.join(RUNGS)}")
     if strict:
-        raise UsageError(f"strict is True on rung {name}; allowed: the simulator only, a GPU reads stale memory silently")
+        raise UsageError(f"strict is True on rung {name}; allowed: on sim only, a GPU reads stale memory silently")
     from stalegraph.cuda import CudaDevice, load_flashmla
 
     if name == "vllm":

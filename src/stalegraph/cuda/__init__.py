@@ -1,4 +1,4 @@
-"""The flashmla rung's silicon: FlashMLA's library, a device with the simulator's verbs, and what CUDA graphs bake in."""
+"""The flashmla rung's silicon: FlashMLA's library, a device with the simulator's verbs, what CUDA graphs bake in."""
 
 from stalegraph.cuda.device import CudaDevice
 from stalegraph.cuda.graph import CudaGraph

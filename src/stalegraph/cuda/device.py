@@ -1,4 +1,4 @@
-"""A GPU with the simulator's verbs: graphs that show their nodes, a memory map with labels, a history of allocations."""
+"""A GPU with the simulator's verbs: graphs that show their nodes, a memory map with labels, an allocation history."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class _Label:
 
 
 class CudaDevice:
-    """The GPU `index` through torch. `history=False` spares the allocator its event log: no generations and no steps then.
+    """The GPU `index` through torch. `history=False` spares the allocator its event log: no generations, no steps.
 
-    `stacks=True` keeps the Python frames of each allocation. Hardware keeps no record of stale reads, so `stale_reads` is
-    always empty, and `library` is what `load_flashmla` returned where a rung opened the device.
+    `stacks=True` keeps the Python frames of each allocation. Hardware keeps no record of stale reads: `stale_reads` is
+    always empty. `library` is what `load_flashmla` returned where a rung opened the device.
     """
 
     stale_reads: tuple = ()
@@ -95,7 +95,9 @@ class CudaDevice:
         self._context.__enter__()
         if self._history:
             context = "alloc" if self._stacks else None
-            torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=HISTORY_LENGTH)
+            torch.cuda.memory._record_memory_history(
+                "all", context=context, stacks="python", max_entries=HISTORY_LENGTH
+            )
         return self
 
     def __exit__(self, *exception) -> None:
@@ -171,7 +173,7 @@ class CudaDevice:
             return None
         if not label.storage.expired():
             return label.name
-        # The tensor is gone. Its name stays with the block until the block is handed out again, which only history shows.
+        # The tensor is gone. Its name stays with the block until it is handed out again, which only history shows.
         handed_out = any(start > label.since for start in starts)
         return label.name if self._history and not handed_out and block.state == "freed" else None
 
@@ -234,7 +236,7 @@ class CudaDevice:
         return events
 
     def _names(self, trace: list[dict]) -> dict[int, str]:
-        """Which allocation of the trace (by its place) each label named: the last at its address before it was given."""
+        """Which allocation of the trace (by place) each label named: the last at its address before it was given."""
         starts: dict[int, list[tuple[int, int]]] = {}
         for place, entry in enumerate(trace):
             if entry["action"] == "alloc":

@@ -14,7 +14,7 @@ DT_NEEDED, DT_STRTAB, DT_STRSZ = 1, 5, 10
 
 @dataclass(frozen=True)
 class SharedLibrary:
-    """`needed` are the libraries it links against, `stable_abi` says that it calls torch through `aoti_torch_*` only."""
+    """`needed` are the libraries it links; `stable_abi` says that it calls torch through `aoti_torch_*` only."""
 
     path: Path
     nbytes: int

@@ -16,12 +16,12 @@ from stalegraph.nodes import Node
 class CudaGraph:
     """One `torch.cuda.CUDAGraph(keep_graph=True)` with the verbs of the simulator's graph.
 
-    Captures on the device's one side stream, so that graphs that share a pool share its blocks. Unlike `torch.cuda.graph`
-    it does not empty the allocator's cache: a capture gives no segment back.
+    Captures on the device's one side stream, so that graphs that share a pool share its blocks. Unlike
+    `torch.cuda.graph` it does not empty the allocator's cache: a capture gives no segment back.
     """
 
     def __init__(self, device, pool=None):
-        self._device = device
+        self.device = device
         self._given = pool  # the caller's pool, or None for one of this graph's own at each capture
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -32,9 +32,9 @@ class CudaGraph:
     def capture(self, pool=None):
         """Records the block's work instead of running it; `pool` defaults to the one the graph was made with."""
         if self._graph is not None:
-            raise CaptureError("this graph is captured already; call reset() first, or make another with device.graph()")
+            raise CaptureError("this graph is captured already; call reset() first, or make another graph")
         self._pool = pool or self.pool()  # made here and not by torch, so that it is known also where the capture fails
-        stream = self._device.capture_stream
+        stream = self.device.capture_stream
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(stream.device)
         gc.collect()  # so that garbage does not keep blocks
@@ -43,26 +43,26 @@ class CudaGraph:
             try:
                 yield self
             except BaseException:
-                _abandon(graph, self._device.index, self._pool)
+                _abandon(graph, self.device.index, self._pool)
                 self.reset()
                 raise
             try:
                 graph.capture_end()
             except RuntimeError as error:
-                _stop_routing(self._device.index, self._pool)
+                _stop_routing(self.device.index, self._pool)
                 self.reset()
                 raise CaptureError(f"the capture was invalidated: {str(error).splitlines()[0]}") from error
         graph.instantiate()
         self._graph = graph
         # Taken now: by the time somebody asks for the nodes, what they point to may be unmapped.
-        self._memory = MemoryMap.from_snapshot(self._device.memory_snapshot())
+        self._memory = MemoryMap.from_snapshot(self.device.memory_snapshot())
 
     def replay(self) -> None:
         """Launches every node on the current stream; returns before they have run."""
         if self._graph is None:
             raise CaptureError("replay() before capture(); capture the graph first")
         self._graph.replay()
-        self._device.replays += 1
+        self.device.replays += 1
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -47,7 +47,7 @@ BUILDS = (
 
 @dataclass(frozen=True)
 class LibraryInfo:
-    """A loaded library: the vLLM release it comes from (None where its build is not known) and what it was built with."""
+    """A loaded library: the vLLM release it comes from (None where that is not known), what it was built with."""
 
     file: str
     vllm: str | None
@@ -109,7 +109,7 @@ def release_of(library: SharedLibrary) -> str | None:
 
 
 def build_of(library: SharedLibrary, release: str | None) -> Build | None:
-    """The build that `library` is: by its release where that is known, else by its size; None for one not in the table."""
+    """The build that `library` is: by its release where known, else by its size; None where not in the table."""
     for build in BUILDS:
         if release is None:
             known = build.nbytes == library.nbytes
@@ -143,12 +143,12 @@ def check_torch(library: SharedLibrary, build: Build | None, torch_version: str,
 
 
 def check_device(capability: tuple[int, int] | None, name: str, driver_cuda: int, torch_cuda: str) -> None:
-    """Raises RungUnavailable unless the GPU is sm_90 and the driver is new enough; `driver_cuda` is 13000 for CUDA 13.0."""
+    """Raises RungUnavailable unless the GPU is sm_90 and its driver new enough; `driver_cuda` 13000 is CUDA 13.0."""
     if capability is None:
-        raise RungUnavailable("no CUDA device is visible; the flashmla rung needs one sm_90 GPU (H100, H200, H20, GH200)")
+        raise RungUnavailable("no CUDA device is visible; the flashmla rung needs an sm_90 GPU (H100, H200, H20)")
     if capability != CAPABILITY:
         raise RungUnavailable(
-            f"{name} is sm_{capability[0]}{capability[1]}; FlashMLA's FP8 dense decode runs on sm_90 only (H100, H200, H20)"
+            f"{name} is sm_{capability[0]}{capability[1]}; FlashMLA's FP8 dense decode runs on sm_90 only (H100, H200)"
         )
     if driver_cuda == 0:
         raise RungUnavailable("the NVIDIA driver's library libcuda.so.1 is missing; install the driver")
@@ -188,8 +188,8 @@ def missing_device() -> str | None:
 def load_flashmla(path=None) -> LibraryInfo:
     """Loads FlashMLA's FP8 dense decode into `torch.ops._flashmla_extension_C`; loading twice is harmless.
 
-    `path` defaults to the environment's STALEGRAPH_FLASHMLA_LIB, then to an installed vLLM. Raises RungUnavailable, saying
-    what would do, where the library, torch, the GPU or the driver do not fit.
+    `path` defaults to the environment's STALEGRAPH_FLASHMLA_LIB, then to an installed vLLM. Raises RungUnavailable,
+    saying what would do, where the library, torch, the GPU or the driver do not fit.
     """
     library = read_library(find_library(path))
     release = release_of(library)

@@ -1,7 +1,7 @@
 """The nodes of a raw CUDA graph and the pointers in their parameters, read through cuda-bindings.
 
-CUDA keeps a copy of each kernel's parameters in the node. Structs are opaque, so every 8-byte aligned word is taken for a
-candidate pointer and kept when it falls into memory that the allocator or the driver knows (pytorch #152622).
+CUDA keeps a copy of each kernel's parameters in the node. Structs are opaque, so every 8-byte aligned word is taken for
+a candidate pointer and kept when it falls into memory that the allocator or the driver knows (pytorch #152622).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def simple_name(name: str) -> str:
 
 
 class _Reader:
-    """Holds what is the same for all nodes: functions' parameter layouts, names, and what an address turned out to be."""
+    """What is the same for all nodes: functions' parameter layouts, names, and what an address turned out to be."""
 
     def __init__(self, driver, memory_map: MemoryMap):
         self.driver = driver

@@ -19,7 +19,7 @@ LARGEST = 8 << 20  # bytes of all records together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder that the records go to, such as repro/recorded/h200")
+    parser.add_argument("--out", required=True, metavar="DIR", help="where the records go, such as repro/recorded/h200")
     parser.add_argument("--only", metavar="ITEMS", help=f"comma list of {', '.join(ITEMS)}; default: all")
     parser.add_argument("--flashmla-lib", metavar="PATH", help="FlashMLA's library; default: the installed vLLM's")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="child processes at a time, 1 or more")

@@ -1,4 +1,4 @@
-"""Records what FP8 decode does with padded rows (seq_lens 0), each case in a process of its own since some may fault."""
+"""Records what FP8 decode does with padded rows (seq_lens 0), each case in its own process since some fault."""
 
 from __future__ import annotations
 
@@ -64,14 +64,17 @@ def run(case: PaddedCase, library) -> dict:
         # Large enough for a segment of its own, so that the cache starts that segment or lies one page into it.
         big = torch.empty(PAGE_BYTES * 1024, dtype=torch.uint8, device=device.torch_device).fill_(0x38)  # e4m3 1.0
         skipped = PAGE_BYTES if case.before_cache == "tensor" else 0
-        cache = big[skipped : skipped + decode.PAGES * PAGE_BYTES].view(torch.float8_e4m3fn).view(decode.PAGES, 64, 1, 576)
+        cache = big[skipped : skipped + decode.PAGES * PAGE_BYTES].view(torch.float8_e4m3fn)
+        cache = cache.view(decode.PAGES, 64, 1, 576)
         cache.copy_(inputs["k_cache"])
         table, lengths, planned = case.inputs()
         parts = schedule.num_sm_parts(device.sm_count, problem.heads)
         metadata, num_splits = (tensor.to(device.torch_device) for tensor in schedule.plan(planned, parts))
         q = inputs["q"].to(device.torch_device)
         rest = [inputs[name].to(device.torch_device) for name in ("descale_q", "descale_k")]
-        table, seq_lens = table.to(device.torch_device), torch.tensor(lengths, dtype=torch.int32, device=device.torch_device)
+        entries = table.flatten().tolist()
+        table = table.to(device.torch_device)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device.torch_device)
         page_before = device.memory_map().find(cache.data_ptr() - PAGE_BYTES)
         prefill(device, problem, parts)
         prefill(device, problem, parts)
@@ -85,7 +88,7 @@ def run(case: PaddedCase, library) -> dict:
             "rows": [
                 {
                     "seq_len": case.seq_lens[row],
-                    "entry_read": int(table.cpu().view(-1)[row * WIDTH - 1]) if row and not case.seq_lens[row] else None,
+                    "entry_read": entries[row * WIDTH - 1] if row and not case.seq_lens[row] else None,
                     "written": bool((out[row] != decode.OUT_BEFORE).any()),
                     "all_zero": bool((out[row] == 0).all()),
                     "finite": bool(out[row].isfinite().all()),

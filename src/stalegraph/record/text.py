@@ -1,4 +1,4 @@
-"""Records what the reciter says for each builder, life and batch size, and when the captured metadata's block is taken."""
+"""Records what the reciter says for each builder, life and batch size, and when the captured block is taken."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from stalegraph.cuda import CudaDevice, load_flashmla
 from stalegraph.isolate import run_isolated
 
 PROMPT = (
-    b"A graph keeps the address that it saw, and not the tensor that the address held. When the tensor is gone the address "
-    b"stays, and whoever moves in is read in its place. So keep what you capture, or capture what you keep. "
+    b"A graph keeps the address that it saw, and not the tensor that the address held. When the tensor is gone the "
+    b"address stays, and whoever moves in is read in its place. So keep what you capture, or capture what you keep. "
 )[:204]
 BATCHES, TOKENS = (1, 2, 3, 8), 250
 KEPT = (
@@ -22,7 +22,7 @@ WHOLE_HISTORY = 2  # batches up to here keep the life of the captured blocks ste
 
 
 def condense(run: decode.DecodeRun) -> dict:
-    """What is worth keeping of a run: `moves` has (step, field, address) wherever a field was built at a new address."""
+    """What is worth keeping of a run: `moves` has (step, field, address) where a field was built at a new address."""
     record = run.to_json()
     found = {key: record[key] for key in KEPT}
     moves, last = [], {}
@@ -30,7 +30,7 @@ def condense(run: decode.DecodeRun) -> dict:
         if last.get(at.field) != at.built:
             moves.append([at.step, at.field, at.built])
             last[at.field] = at.built
-    events = [[event["step"], event["action"], event["address"], event["size"], event["label"]] for event in run.history]
+    events = [[event[key] for key in ("step", "action", "address", "size", "label")] for event in run.history]
     whole = run.batch <= WHOLE_HISTORY and run.builder == "regressed"
     obeyed, needed = run.schedule_obeyed or {}, run.schedule_needed or {}
     return found | {

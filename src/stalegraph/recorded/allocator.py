@@ -16,7 +16,7 @@ MOST_LIVE = 96 << 20  # bytes: a trace stays small enough for a simulated GPU
 
 @dataclass(frozen=True)
 class Trace:
-    """`operations` are ("alloc", bytes), ("free", which allocation), ("capture",) and ("end",): captures share one pool."""
+    """`operations` are ("alloc", bytes), ("free", which one), ("capture",) and ("end",); captures share one pool."""
 
     index: int
     pooled: bool
@@ -55,8 +55,8 @@ def traces(seed: int = SEED, count: int = COUNT) -> list[Trace]:
 def run(trace: Trace, device) -> dict:
     """Runs `trace` on `device` from an empty cache: where each allocation fell, and the segments that it took.
 
-    An allocation is [segment, offset in bytes]; segments are numbered in order of first appearance, `order` lists them by
-    address, since equal blocks of two segments are told apart by that.
+    An allocation is [segment, offset in bytes]; segments are numbered in order of first appearance, `order` lists them
+    by address, since equal blocks of two segments are told apart by that.
     """
     device.synchronize()
     device.empty_cache()

@@ -19,9 +19,10 @@ OUT_BEFORE, LSE_BEFORE, OUT_ACCUM_BEFORE, LSE_ACCUM_BEFORE = -7.0, -9.0, 2.0, 0.
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One call: requests of `seq_lens` tokens, `tile_scheduler_metadata` planned for `rows_for`, `num_splits` for `splits_for`.
+    """One call: requests of `seq_lens` tokens under a schedule planned for other lengths.
 
-    A schedule is fresh where both equal `seq_lens`. `heads` per KV head, `queries` per request.
+    `tile_scheduler_metadata` is planned for `rows_for`, `num_splits` for `splits_for`: fresh where both equal `seq_lens`.
+    `heads` per KV head, `queries` per request.
     """
 
     name: str
@@ -115,6 +116,6 @@ def tensors(case: DecodeCase) -> dict[str, torch.Tensor]:
 
 
 def planned(case: DecodeCase, sm_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(tile_scheduler_metadata, num_splits)` that the call is given: reference schedules of the two lists of lengths."""
+    """`(tile_scheduler_metadata, num_splits)` that the call is given: reference schedules of the two lists."""
     parts = schedule.num_sm_parts(sm_count, case.heads * case.queries)
     return schedule.plan(list(case.rows_for), parts)[0], schedule.plan(list(case.splits_for), parts)[1]

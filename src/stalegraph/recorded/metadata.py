@@ -26,8 +26,8 @@ class Case:
 def cases(seed: int = SEED, count: int = COUNT) -> Iterator[Case]:
     """`count` cases from `random.Random(seed)`, drawing only `random()`, whose sequence Python guarantees.
 
-    The batch is 2^u, u uniform in 0..10 (every 500th case has 1,024 requests); lengths are of one of five kinds: uniform
-    up to 200,000, log-uniform, all equal, uniform up to 500, or log-uniform with a third of the requests empty.
+    The batch is 2^u, u uniform in 0..10 (every 500th case has 1,024 requests); lengths are of one of five kinds:
+    uniform up to 200,000, log-uniform, all equal, uniform up to 500, or log-uniform with a third of the requests empty.
     """
     draw = random.Random(seed).random
     for index in range(count):

@@ -57,7 +57,7 @@ class Record:
 
 
 def root() -> Path:
-    """The folder of all records: STALEGRAPH_RECORDED where set, the checkout's repro/recorded, or the package's data."""
+    """The folder of all records: STALEGRAPH_RECORDED, else the checkout's repro/recorded, else the package's."""
     override = os.environ.get("STALEGRAPH_RECORDED")
     if override:
         return Path(override)
@@ -94,9 +94,10 @@ def write(folder, name: str, data: dict, provenance: Provenance, tensors: dict |
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]  # one line an entry: small diffs
-    body = f'{{"schema": {SCHEMA},\n"provenance": {json.dumps(asdict(provenance))},\n"data": {{\n' + ",\n".join(lines) + "\n}}\n"
-    path.write_text(body)
+    # One line an entry, so that differences between two recordings can be read.
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())
+    head = f'"schema": {SCHEMA},\n"provenance": {json.dumps(asdict(provenance))}'
+    path.write_text(f'{{{head},\n"data": {{\n{lines}\n}}}}\n')
     if tensors:
         from safetensors.torch import save_file
 
