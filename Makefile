@@ -1,0 +1,43 @@
+# Two commands: `make walkthrough` and `make test`. Each sets itself up on a machine with Python >= 3.10, git and make.
+#
+#   make walkthrough [RUNG=sim|flashmla|vllm] [PROMPT=file.txt] [ONLY=01,02] [SM_COUNT=78] [FLASHMLA_LIB=path]
+#   make test
+#   make releases     reads builder sources out of vLLM wheels that it downloads, and runs them on the simulator
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNG ?= sim
+NOTEBOOK_ARGS := --rung $(RUNG) $(if $(PROMPT),--prompt-file "$(PROMPT)") $(if $(ONLY),--only "$(ONLY)") \
+	$(if $(SM_COUNT),--sm-count "$(SM_COUNT)") $(if $(FLASHMLA_LIB),--flashmla-lib "$(FLASHMLA_LIB)")
+
+# On the CPU torch is pinned; with a GPU rung it is left to vLLM.
+ifeq ($(RUNG),sim)
+CONSTRAINTS := -c constraints-cpu.txt
+EXTRAS := notebooks,test
+STAMP := $(VENV)/.installed-cpu
+else
+CONSTRAINTS :=
+EXTRAS := notebooks,test,gpu,vllm
+STAMP := $(VENV)/.installed-gpu
+endif
+
+.PHONY: walkthrough test releases clean
+walkthrough: $(STAMP)
+	@$(BIN)/stalegraph walkthrough $(NOTEBOOK_ARGS)
+
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+releases: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m releases
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "stalegraph needs Python 3.10 or newer, this is " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+clean:
+	rm -rf build $(VENV)
