@@ -21,7 +21,7 @@ OUT_BEFORE, LSE_BEFORE, OUT_ACCUM_BEFORE, LSE_ACCUM_BEFORE = -7.0, -9.0, 2.0, 0.
 class DecodeCase:
     """One call: requests of `seq_lens` tokens under a schedule planned for other lengths.
 
-    `tile_scheduler_metadata` is planned for `rows_for`, `num_splits` for `splits_for`: fresh where both equal `seq_lens`.
+    `tile_scheduler_metadata` is planned for `rows_for`, `num_splits` for `splits_for`; fresh if both are `seq_lens`.
     `heads` per KV head, `queries` per request.
     """
 
