@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -339,6 +340,76 @@ def test_a_mode_that_does_not_exist_is_a_usage_error(arrive):
         hotfix.install("sideways")
     with pytest.raises(UsageError, match="regressed"):
         hotfix.install("sideways", force=True)
+
+
+# -------------------------------------------------------------------------------------- in a process of its own
+
+STAND_IN = """
+from types import SimpleNamespace
+import torch
+from stalegraph.ops import get_mla_metadata_dense_fp8
+
+class FlashMLAMetadataBuilder:
+    is_fp8_kvcache = True
+    def __init__(self):
+        self.cg_buf_tile_scheduler_metadata = torch.zeros((132, 8), dtype=torch.int32)
+        self.cg_buf_num_splits = torch.zeros((9,), dtype=torch.int32)
+    def _build_decode(self, block_table, seq_lens):
+        rows, splits = get_mla_metadata_dense_fp8(seq_lens, 16, 1)
+        FIX
+        schedule = SimpleNamespace(tile_scheduler_metadata=rows, num_splits=splits)
+        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens, scheduler_metadata=schedule)
+
+class FlashMLAImpl:
+    def forward_mqa(self, q, kv_cache, attn_metadata, layer):
+        return None
+"""
+FIX = "self.cg_buf_num_splits[:2].copy_(splits); splits = self.cg_buf_num_splits[:2]; self.cg_buf_tile_scheduler_metadata"
+PROCESS = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
+from stalegraph.vllm.hotfix import register
+register()
+register()
+assert "vllm" not in sys.modules and "torch" not in sys.modules
+import torch
+from vllm.v1.attention.backends.mla import flashmla
+builder, rows = flashmla.FlashMLAMetadataBuilder(), torch.tensor([[-1]], dtype=torch.int32)
+built = [builder._build_decode(rows, torch.tensor([700], dtype=torch.int32)) for _ in range(2)]
+print("stable", len({made.scheduler_metadata.num_splits.data_ptr() for made in built}) == 1)
+print("padding", rows.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "version, fixed, environment, stable, padding, level",
+    [
+        ("0.15.0", False, {}, True, 0, "INFO"),
+        ("0.18.1", False, {"STALEGRAPH_HOTFIX": "copying"}, True, 0, "INFO"),
+        ("0.15.0", False, {"STALEGRAPH_HOTFIX": "off"}, False, -1, None),
+        ("0.20.2", True, {}, True, -1, None),
+        ("0.34.0", False, {}, False, -1, "WARNING"),
+        ("0.15.0", True, {}, True, -1, "WARNING"),
+    ],
+)
+def test_the_entry_point_in_a_fresh_process(tmp_path, version, fixed, environment, stable, padding, level):
+    folder = tmp_path / "vllm" / affected_module.SOURCE.parent
+    folder.mkdir(parents=True)
+    (folder / "flashmla.py").write_text(STAND_IN.replace("FIX", FIX if fixed else "pass"))
+    dist_info = tmp_path / f"vllm-{version}.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STALEGRAPH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], capture_output=True, text=True, env={**clean, "PYTHONPATH": path, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    *logged, stability, rows = done.stdout.splitlines()
+    assert (stability, rows) == (f"stable {stable}", f"padding {padding}")
+    # Each register() of an unknown release warns; everything else is said once.
+    expected = {None: [], "INFO": ["INFO"], "WARNING": ["WARNING"] * 2}[level]
+    assert [line.split(" ")[0] for line in logged] == expected
 
 
 # ------------------------------------------------------------------------------------------- is it affected
