@@ -21,7 +21,7 @@ COMMANDS = {
     "scoreboard": ("stalegraph.zoo.scoreboard", "which detector finds which class of bug, from runs"),
     "bench": ("stalegraph.bench", "benchmarks: the simulator's, and a GPU's"),
     "export": ("stalegraph.vllm.export", "save the reciter as a Hugging Face checkpoint"),
-    "record": ("stalegraph.record.command", "record what a Hopper GPU does, for the tests to compare with"),
+    "record": ("stalegraph.record", "record what a Hopper GPU does, for the tests to compare with"),
 }
 
 

@@ -9,15 +9,17 @@ from stalegraph.errors import RungUnavailable, UsageError
 RUNGS = ("sim", "flashmla", "vllm")
 
 
-def open_rung(name: str, *, sm_count: int | None = None, flashmla_lib=None, strict: bool = False):
+def open_rung(
+    name: str, *, sm_count: int | None = None, flashmla_lib=None, strict: bool = False, memory_bytes: int = 1 << 30
+):
     """The device of rung `name`, a context manager; raises RungUnavailable, saying what is missing.
 
-    `sm_count` and `strict` are the simulator's; a real GPU has as many SMs as it has, and is never strict.
+    `sm_count`, `strict` and `memory_bytes` are the simulator's; a real GPU has as many SMs as it has, and is never strict.
     """
     if name == "sim":
         from stalegraph.simulator import Device
 
-        return Device(sm_count=132 if sm_count is None else sm_count, strict=strict)
+        return Device(sm_count=132 if sm_count is None else sm_count, memory_bytes=memory_bytes, strict=strict)
     if name not in RUNGS:
         raise UsageError(f"rung is {name!r}; allowed: {', '.join(RUNGS)}")
     if strict:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import nbformat
 
-RESULT = "application/vnd.stalegraph+json"
+from stalegraph.runs import RESULT
+
 CELL_SECONDS = 600  # a cell that takes longer has hung
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ARROW = re.compile(r"-+>\s*\d+\s(.*)")

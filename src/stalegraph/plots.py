@@ -1,0 +1,264 @@
+"""Figures: each takes records and an Axes, draws, and returns the Axes; it computes nothing that a record does not hold.
+
+Four roles everywhere: eager black, solid, no marker; right or persistent blue, solid, circles; wrong or stale vermilion, dashed,
+crosses; padding grey, hatched.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from stalegraph.schedule import work_items
+
+EAGER, RIGHT, WRONG, PADDING, INK = "#000000", "#0072B2", "#D55E00", "#999999", "#333333"
+ROLES = {
+    "eager": dict(color=EAGER, linestyle="-", marker=""),
+    "right": dict(color=RIGHT, linestyle="-", marker="o"),
+    "wrong": dict(color=WRONG, linestyle="--", marker="x"),
+}
+DPI = 144
+_SETTINGS = {
+    "figure.facecolor": "#ffffff", "axes.facecolor": "#ffffff", "savefig.facecolor": "#ffffff", "font.size": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.labelcolor": INK,
+    "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+
+def figure(rows: int = 1, width: float = 9.0, height: float = 3.2, columns: int = 1, **ratios):
+    """(figure, axes) in the house style; `axes` is one Axes or an array of them."""
+    with pyplot.rc_context(_SETTINGS):
+        fig, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", gridspec_kw=ratios or None)
+    return fig, axes
+
+
+def _label(ax: Axes, title: str, **labels) -> Axes:
+    ax.set(**labels)
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    return ax
+
+
+def png(fig) -> bytes:
+    """The figure as PNG at 144 dpi on an opaque light ground."""
+    with pyplot.rc_context(_SETTINGS):
+        buffer = io.BytesIO()
+        fig.savefig(buffer, format="png", dpi=DPI)
+    pyplot.close(fig)
+    return buffer.getvalue()
+
+
+def show(fig, *, alt: str) -> None:
+    """Display the figure in a notebook with `alt` as its text for those who do not see it, and as its caption."""
+    from IPython.display import Image, Markdown, display
+
+    if not alt.strip():
+        raise ValueError("alt is empty; allowed: one sentence that says what the figure shows")
+    display(Image(png(fig)), metadata={"image/png": {"alt": alt}})
+    display(Markdown(f"*{alt}*"))
+
+
+def table(rows, headers) -> None:
+    """Display rows as a plain table: what a figure says, without the figure."""
+    from IPython.display import Markdown, display
+    from tabulate import tabulate
+
+    display(Markdown(tabulate(rows, headers=headers, tablefmt="github")))
+
+
+def visible(byte: int) -> str:
+    """One printable character for a byte: itself where it is ASCII, else a middle dot."""
+    return chr(byte) if 32 <= byte < 127 else "·"
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """One text to draw: its label, its bytes, and which of them are right; `role` is a key of ROLES."""
+
+    label: str
+    text: bytes
+    right: list[bool]
+    role: str
+
+
+def draw_text(rows: list[TextRow], ax: Axes, columns: int = 84, limit: int = 168) -> Axes:
+    """Texts byte by byte on a grid; a wrong byte stands on a vermilion ground and is struck through."""
+    y = 0.0
+    for row in rows:
+        ax.text(0, y, row.label, color=ROLES[row.role]["color"], fontsize=9, fontweight="bold", va="center")
+        y += 1.1
+        for at, byte in enumerate(row.text[:limit]):
+            x, line = at % columns, y + at // columns
+            wrong = not row.right[at]
+            if wrong:
+                ax.add_patch(Rectangle((x - 0.5, line - 0.5), 1, 1, facecolor="#f7d9c6", edgecolor="none"))
+                ax.plot([x - 0.4, x + 0.4], [line + 0.35, line + 0.35], color=WRONG, linewidth=1)
+            ax.text(x, line, visible(byte), family="monospace", fontsize=9, ha="center", va="center",
+                    color=WRONG if wrong else INK)  # fmt: skip
+        lines = max(1, -(-min(len(row.text), limit) // columns))
+        y += lines + 0.6
+    ax.set_xlim(-1, columns)
+    ax.set_ylim(y - 0.4, -0.8)
+    ax.axis("off")
+    return ax
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: a label for its end, y values over 0, 1, 2, ... and a role."""
+
+    label: str
+    values: list[float]
+    role: str
+
+
+def draw_accuracy(curves: list[Curve], ax: Axes, title: str) -> Axes:
+    """Fraction of requests whose byte was right, over new bytes."""
+    ends: list[float] = []
+    for curve in curves:
+        style = dict(ROLES[curve.role])
+        ax.plot(curve.values, **style, markevery=max(1, len(curve.values) // 20), markersize=4, linewidth=1.4)
+        end = curve.values[-1]
+        while any(abs(end - other) < 0.09 for other in ends):
+            end -= 0.09
+        ends.append(end)
+        ax.annotate(curve.label, (len(curve.values) - 1, end), xytext=(6, 0), textcoords="offset points",
+                    color=style["color"], va="center", fontsize=9, annotation_clip=False)  # fmt: skip
+    return _label(ax, title, xlabel="new byte", ylabel="fraction right", ylim=(-0.12, 1.08))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field's address at one moment: `row` is the moment ("capture", "step 0"), `role` right, wrong or eager."""
+
+    row: str
+    field: str
+    address: int
+    nbytes: int
+    role: str
+
+
+def draw_address_map(places: list[Place], ax: Axes, title: str) -> Axes:
+    """Which field lay where: one row a moment, one slot an address that any row uses, in order of address."""
+    rows = list(dict.fromkeys(place.row for place in places))
+    addresses = sorted({place.address for place in places})
+    slot = {address: at for at, address in enumerate(addresses)}
+    for place in places:
+        y, x = rows.index(place.row), slot[place.address]
+        wrong = place.role == "wrong"
+        ax.add_patch(Rectangle((x - 0.44, y - 0.36), 0.88, 0.72, facecolor="#f7d9c6" if wrong else "#d6e8f5",
+                               edgecolor=ROLES[place.role]["color"], linestyle="--" if wrong else "-", linewidth=1.4))  # fmt: skip
+        ax.text(x, y, place.field.replace("_", "_\n", 1) if len(place.field) > 12 else place.field, ha="center", va="center",
+                fontsize=7.5, color=INK)  # fmt: skip
+    ax.set_xlim(-0.6, len(addresses) - 0.4)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xticks(range(len(addresses)), [hex(address) for address in addresses], rotation=30, ha="right", fontsize=8)
+    ax.set_yticks(range(len(rows)), rows)
+    return _label(ax, title, xlabel="device address (in order, not to scale)")
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One owner of a block from `begin` to `end` (steps); `role` right, wrong or padding (nobody)."""
+
+    block: str
+    owner: str
+    begin: float
+    end: float
+    role: str
+
+
+def draw_block_life(stays: list[Stay], ax: Axes, title: str) -> Axes:
+    """Who owned each block when: one lane a block, time in decode steps."""
+    blocks = list(dict.fromkeys(stay.block for stay in stays))
+    span = max(stay.end for stay in stays) - min(stay.begin for stay in stays)
+    for stay in stays:
+        y = blocks.index(stay.block)
+        color = PADDING if stay.role == "padding" else ROLES[stay.role]["color"]
+        face = {"right": "#d6e8f5", "wrong": "#f7d9c6", "padding": "#ffffff", "eager": "#eeeeee"}[stay.role]
+        ax.add_patch(Rectangle((stay.begin, y - 0.3), stay.end - stay.begin, 0.6, facecolor=face, edgecolor=color,
+                               linestyle="--" if stay.role == "wrong" else "-", hatch="///" if stay.role == "padding" else None,
+                               linewidth=1.2))  # fmt: skip
+        if stay.end - stay.begin > 0.12 * span:
+            ax.text((stay.begin + stay.end) / 2, y, stay.owner, ha="center", va="center", fontsize=8, color=INK,
+                    bbox=dict(facecolor="white", edgecolor="none", pad=1, alpha=0.85) if stay.role == "padding" else None)  # fmt: skip
+    ax.set_xlim(min(stay.begin for stay in stays), max(stay.end for stay in stays))
+    ax.set_ylim(len(blocks) - 0.5, -0.5)
+    ax.set_yticks(range(len(blocks)), blocks)
+    return _label(ax, title, xlabel="decode step (before 0: capture)")
+
+
+def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role: str = "right", parts: int = 40) -> Axes:
+    """A schedule as lanes: one column an SM part, one cell a KV block it does, coloured by role, numbered by request.
+
+    Only the first `parts` parts are drawn. Parts that do nothing stay empty.
+    """
+    items = work_items(seq_lens, tile_scheduler_metadata[:parts])
+    color = ROLES[role]["color"]
+    height = [0] * parts
+    for item in items:
+        for _ in range(max(item.block_end - item.block_begin, 0)):
+            shade = "#d6e8f5" if role != "wrong" else "#f7d9c6"
+            ax.add_patch(Rectangle((item.part - 0.45, height[item.part]), 0.9, 1, facecolor=shade, edgecolor=color,
+                                   linestyle="--" if role == "wrong" else "-", linewidth=0.9))  # fmt: skip
+            ax.text(item.part, height[item.part] + 0.5, str(item.request), ha="center", va="center", fontsize=6.5, color=INK)
+            height[item.part] += 1
+    ax.set_xlim(-0.7, parts - 0.3)
+    ax.set_ylim(0, max(4, max(height, default=0) + 0.5))
+    done = sum(height)
+    return _label(ax, f"{title}: {done} KV blocks done", xlabel=f"SM part (first {parts})", ylabel="KV blocks")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its label, its value and a role."""
+
+    label: str
+    value: float
+    role: str
+
+
+def draw_bars(bars: list[Bar], ax: Axes, title: str, unit: str) -> Axes:
+    """Horizontal bars with their values written at the ends."""
+    largest = max((bar.value for bar in bars), default=1) or 1
+    for y, bar in enumerate(bars):
+        style = ROLES[bar.role]
+        ax.barh(y, bar.value, color={"right": "#d6e8f5", "wrong": "#f7d9c6", "eager": "#dddddd"}[bar.role],
+                edgecolor=style["color"], linestyle=style["linestyle"], height=0.62)  # fmt: skip
+        ax.text(bar.value + 0.015 * largest, y, f"{bar.value:,.3g}", va="center", fontsize=9, color=INK)
+    ax.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    ax.invert_yaxis()
+    ax.set_xlim(0, largest * 1.18)
+    return _label(ax, title, xlabel=unit)
+
+
+def draw_lines(curves: dict[str, list[tuple[float, float]]], roles: dict[str, str], ax: Axes, title, xlabel, ylabel, log=False) -> Axes:
+    """Lines over a measured x, labelled at their ends; both axes logarithmic if `log`."""
+    shapes = ["o", "s", "^", "D", "v", "P"]
+    for at, (label, points) in enumerate(curves.items()):
+        style = dict(ROLES[roles[label]])
+        style["marker"] = style["marker"] and shapes[at % len(shapes)] if style["marker"] != "x" else "x"
+        xs, ys = zip(*points)
+        ax.plot(xs, ys, **style, markersize=4, linewidth=1.4)
+        ax.annotate(label, (xs[-1], ys[-1]), xytext=(6, 0), textcoords="offset points", color=style["color"], va="center",
+                    fontsize=9, annotation_clip=False)  # fmt: skip
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+    return _label(ax, title, xlabel=xlabel, ylabel=ylabel)
+
+
+def draw_diff(diff: str, ax: Axes, title: str) -> Axes:
+    """A unified diff, lines gone in vermilion and struck, lines new in blue."""
+    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
+    for y, line in enumerate(lines):
+        color = {"-": WRONG, "+": RIGHT}.get(line[:1], INK)
+        ax.text(0, y, line, family="monospace", fontsize=9, color=color, va="center",
+                fontweight="bold" if line[:1] in "+-" else "normal")  # fmt: skip
+    ax.set_xlim(0, 1)
+    ax.set_ylim(len(lines) - 0.3, -0.9)
+    ax.axis("off")
+    return _label(ax, title)

@@ -1,0 +1,71 @@
+"""Runs for notebooks and reports: one call that opens a rung, recites, and comes back with a record even from a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stalegraph import decode
+from stalegraph.errors import UsageError
+from stalegraph.isolate import run_isolated
+from stalegraph.reciter import MAX_PROMPT, check_prompt
+from stalegraph.rungs import open_rung
+
+PROMPT = (
+    b"A graph keeps the address that it saw, and not the tensor that the address held. When the tensor is gone the address "
+    b"stays, and whoever moves in is read in its place. So keep what you capture, or capture what you keep. "
+)[:204]
+RESULT = "application/vnd.stalegraph+json"
+SECONDS = 300  # a child that takes longer has hung
+
+
+def prompt_text(prompt_file: str = "") -> bytes:
+    """The bytes of `prompt_file` (1 to 4,096 of them), or the built-in English text of 204 bytes for an empty name."""
+    if not prompt_file:
+        return PROMPT
+    path = Path(prompt_file)
+    if not path.is_file():
+        raise UsageError(f"prompt_file is {prompt_file!r}, which is no file; allowed: a file of 1 to {MAX_PROMPT} bytes")
+    return check_prompt(path.read_bytes())
+
+
+def memory_bytes(prompt: bytes, batch: int, tokens: int) -> int:
+    """How much memory the simulated device needs for a run: a gigabyte, or what the cache takes and half of that again."""
+    cache = 576 * batch * (len(prompt) + tokens + 64)
+    return max(1 << 30, 1 << (2 * cache).bit_length())
+
+
+def recite_here(rung: str, sm_count: int | None, flashmla_lib: str | None, prompt: bytes, options: dict) -> decode.DecodeRun:
+    """One decode run on `rung` in this process."""
+    room = memory_bytes(prompt, options.get("batch", 1), options.get("tokens", 250))
+    with open_rung(rung, sm_count=sm_count, flashmla_lib=flashmla_lib, **({"memory_bytes": room} if rung == "sim" else {})) as device:
+        return decode.run(device, prompt=prompt, **options)
+
+
+def recite(
+    rung: str = "sim", *, prompt: bytes = PROMPT, sm_count: int | None = None, flashmla_lib: str = "", **options
+) -> decode.DecodeRun:
+    """`decode.run` on a rung, with its options; on a GPU in a child process, since a stale schedule may end the process.
+
+    What ended a child (a CUDA error, a signal, an assert and how often it was printed) stands in the run's `failure`.
+    """
+    if rung == "sim":
+        return recite_here(rung, sm_count, None, prompt, options)
+    done = run_isolated(recite_here, rung, None, flashmla_lib or None, prompt, options, timeout=SECONDS)
+    if done.ok:
+        return done.value
+    batch, tokens = options.get("batch", 1), options.get("tokens", 250)
+    return decode.DecodeRun(
+        rung=rung, builder=options.get("builder", "regressed"), mode=options.get("mode", "graph"),
+        life=options.get("life", "taken"), prompt=prompt, batch=batch, padded_batch=batch, tokens=tokens,
+        num_heads=options.get("num_heads", 16), sm_count=0, texts=[b""] * batch,
+        expected=[decode.expected(one, tokens) for one in decode.rotations(prompt, batch)],
+        failure={"kind": "child", "message": done.summary(), "step": None},
+    )  # fmt: skip
+
+
+def publish(name: str, **facts) -> None:
+    """Hand a result of a notebook to whoever runs it, as JSON beside one line of text."""
+    from IPython.display import display
+
+    line = f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items())
+    display({RESULT: {"name": name, **facts}, "text/plain": line}, raw=True)
