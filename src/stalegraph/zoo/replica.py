@@ -1,0 +1,88 @@
+"""What every replica of a public bug has: a step that is captured, what the host does before each replay, the right answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ROWS = 256  # float32 elements of most tensors here: 1 KiB, so that blocks are of one small size
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an audit must say of the buggy form: class, verdicts that fit, the caller's name or the argument of the op."""
+
+    hazard: str
+    verdicts: tuple[str, ...]
+    named: str
+
+
+class Replica:
+    """One bug on one device, simulated or CUDA: `prepare`, then `body` under capture, then `step(k)` and a replay per step.
+
+    The buggy form and its fixed twin are two subclasses in one file and differ in one method. `declare()` is what a user
+    would tell the audit; `right(k)` is the output of step k computed eagerly from the host's truth.
+    """
+
+    report: str = ""
+    expected: Expected | None = None
+    steps = 4
+
+    def __init__(self, device):
+        self.device = device
+        self.held: list[torch.Tensor] = []
+        self.out: torch.Tensor | None = None
+
+    # to be written by each replica
+    def prepare(self) -> None:
+        """Allocates what the step needs before capture."""
+
+    def body(self) -> torch.Tensor:
+        """The captured step; returns its output."""
+        raise NotImplementedError
+
+    def step(self, k: int) -> None:
+        """The host's part of step `k` (from 0), before its replay."""
+
+    def right(self, k: int) -> torch.Tensor:
+        """The output that step `k` must have, as a host tensor."""
+        raise NotImplementedError
+
+    def declare(self) -> dict:
+        """What the audit is told: keywords of `Watch.declare`."""
+        return {}
+
+    # the same for all, unless a bug lies here
+    def capture(self) -> None:
+        self.graph = self.device.graph()
+        with self.graph.capture():
+            self.out = self.body()
+        self.after_capture()
+
+    def after_capture(self) -> None:
+        """What the host lets go of once the graph is captured."""
+
+    def replay(self, k: int) -> None:
+        self.graph.replay()
+
+    def result(self) -> torch.Tensor:
+        return self.device.to_host(self.out)
+
+    def churn(self) -> None:
+        """Allocates and holds tensors of the usual and of odd sizes, so that a freed block does not stay as it was."""
+        for count in (ROWS, ROWS, 77, 90, 1031, ROWS):
+            self.held.append(self.full(count, 9.0))
+
+    def full(self, count: int, value: float, dtype=torch.float32) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=self.device.torch_device)
+
+    def host(self, count: int, value: float, dtype=torch.float32) -> torch.Tensor:
+        """A host tensor, for right answers."""
+        with self.device.host():
+            return torch.full((count,), value, dtype=dtype)
+
+
+def fresh(k: int) -> float:
+    """The value that varies with step `k`."""
+    return 2.0 + k
