@@ -1,0 +1,179 @@
+"""Checks the caller's tensors and launches the scheduling kernel on the current stream: one launch, nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import torch
+
+from stalegraph import schedule
+from stalegraph.errors import CaptureError, RungUnavailable, StalegraphError, UsageError
+from stalegraph.kernels.compiler import load
+
+MAX_PARTS = 1024  # more than any GPU has SMs
+LOWEST_CAPABILITY = (8, 0)  # the kernel reduces over a warp in one instruction
+SOURCE = Path(__file__).with_name("schedule.cu")
+WORD = 4  # bytes
+
+_kernels: dict[int, _Kernel] = {}  # by device index
+_kernels_lock = threading.Lock()
+# PyTorch's own generated code asks for the stream this way; the public call makes an object first.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class _Arguments(threading.local):
+    """The kernel's six arguments and the array of pointers to them, one a thread: the driver copies them at launch."""
+
+    def __init__(self):
+        self.seq_lens, self.rows, self.num_splits = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self.batch, self.parts, self.capacity = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint32()
+        order = (self.seq_lens, self.batch, self.parts, self.rows, self.num_splits, self.capacity)
+        self._pointers = (ctypes.c_void_p * len(order))(*map(ctypes.addressof, order))
+        self.address = ctypes.addressof(self._pointers)
+
+
+class _Kernel:
+    """The kernel as loaded on one device."""
+
+    def __init__(self, index: int):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < LOWEST_CAPABILITY:
+            raise RungUnavailable(f"the scheduling kernel needs sm_80 or later; device {index} is sm_{capability[0]}{capability[1]}")
+        with torch.cuda.device(index):
+            torch.cuda.current_stream(index)  # makes sure that PyTorch's context exists and is current
+            self.one_each, self.four_each = load(
+                SOURCE.read_text(), f"sm_{capability[0]}{capability[1]}", ("schedule_1", "schedule_4")
+            )
+        from cuda.bindings import driver
+
+        self.launch = driver.cuLaunchKernel
+        self.index = index
+
+
+_arguments = _Arguments()
+
+
+def ensure_compiled(device=None) -> None:
+    """Compiles the kernel, or takes it from the cache, and loads it on `device` (default: the current one).
+
+    Call it before a capture: loading a kernel is not permitted within one (CaptureError).
+    """
+    if not torch.cuda.is_available():
+        raise RungUnavailable("the scheduling kernel needs a CUDA device; on CPU tensors use stalegraph.schedule.plan")
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise UsageError(f"device is {device}; allowed: a CUDA device")
+    _kernel(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _kernel(index: int) -> _Kernel:
+    found = _kernels.get(index)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "the scheduling kernel is not compiled yet; call stalegraph.kernels.ensure_compiled(device) before capture"
+            )
+        with _kernels_lock:
+            found = _kernels.get(index) or _Kernel(index)
+            _kernels[index] = found
+    return found
+
+
+def _check_buffer(name: str, tensor, like: torch.Tensor, dims: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+    if not tensor.is_cuda or tensor.get_device() != like.get_device():
+        where = "a CUDA device" if tensor is like else f"{like.device}, where seq_lens is"
+        raise UsageError(f"{name} is on {tensor.device}; allowed: {where}")
+    if tensor.dtype != torch.int32 or tensor.dim() != dims:
+        raise UsageError(f"{name} is {tensor.dtype} of {tensor.dim()} dims; allowed: torch.int32 of {dims}")
+    if not tensor.is_contiguous():
+        raise UsageError(f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}; allowed: contiguous")
+
+
+def check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts) -> tuple[int, int, int]:
+    """(batch, parts, capacity of num_splits) of a call that is sound; raises UsageError for any other."""
+    _check_buffer("seq_lens", seq_lens, seq_lens, 1)
+    _check_buffer("tile_scheduler_metadata", tile_scheduler_metadata, seq_lens, 2)
+    _check_buffer("num_splits", num_splits, seq_lens, 1)
+    batch, capacity = seq_lens.size(0), num_splits.size(0)
+    rows, columns = tile_scheduler_metadata.shape
+    parts = rows if num_sm_parts is None else num_sm_parts
+    if not 1 <= batch <= schedule.MAX_BATCH:
+        raise UsageError(f"seq_lens has {batch} entries; allowed: 1 to {schedule.MAX_BATCH}")
+    if not isinstance(parts, int) or not 1 <= parts <= MAX_PARTS:
+        raise UsageError(f"num_sm_parts is {parts!r}; allowed: an integer from 1 to {MAX_PARTS}")
+    if columns != schedule.METADATA_WIDTH or rows < parts:
+        raise UsageError(
+            f"tile_scheduler_metadata has shape {(rows, columns)}; allowed: at least {parts} rows of {schedule.METADATA_WIDTH}"
+        )
+    if tile_scheduler_metadata.data_ptr() % 16:
+        raise UsageError(
+            f"tile_scheduler_metadata starts at {tile_scheduler_metadata.data_ptr():#x}; allowed: a multiple of 16 bytes"
+        )
+    if capacity <= batch:
+        raise UsageError(f"num_splits has {capacity} entries; allowed: at least {batch + 1}, the batch and one")
+    return batch, parts, capacity
+
+
+def block_threads(batch: int) -> int:
+    """How many threads the one block has."""
+    return 256 if batch <= 256 else 512 if batch <= 512 else 1024
+
+
+def schedule_into(
+    seq_lens: torch.Tensor,
+    tile_scheduler_metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    num_sm_parts: int | None = None,
+    *,
+    check: bool = False,
+) -> None:
+    """FlashMLA's schedule of `seq_lens` (batch,) int32, written into the given buffers by one kernel on the current stream.
+
+    tile_scheduler_metadata (at least num_sm_parts, 8) and num_splits (at least batch + 1,) int32, contiguous, on the same
+    device. `num_sm_parts` defaults to the rows given. The rows' three unused columns become 0 (FlashMLA leaves them), and
+    num_splits behind batch + 1 repeats its last sum. Batch 1 to 4096, all requests together below 2^30 blocks.
+
+    Nothing is allocated, copied or read back, so lengths are not checked: negative ones count as 0. `check=True` reads
+    them back first, which waits for the device, and raises UsageError instead.
+    Raises UsageError before any launch, CaptureError where a capture finds the kernel not compiled.
+    """
+    batch, parts, capacity = check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
+    index = seq_lens.get_device()
+    kernel = _kernels.get(index) or _kernel(index)
+    if check:
+        _check_lengths(seq_lens)
+    arguments = _arguments
+    arguments.seq_lens.value = seq_lens.data_ptr()
+    arguments.batch.value = batch
+    arguments.parts.value = parts
+    arguments.rows.value = tile_scheduler_metadata.data_ptr()
+    arguments.num_splits.value = num_splits.data_ptr()
+    arguments.capacity.value = capacity
+    if index != _current_device():
+        with torch.cuda.device(index):
+            _launch(kernel, batch, parts, arguments)
+    else:
+        _launch(kernel, batch, parts, arguments)
+
+
+def _launch(kernel: _Kernel, batch: int, parts: int, arguments: _Arguments) -> None:
+    (status,) = kernel.launch(
+        kernel.one_each if batch <= 1024 else kernel.four_each,
+        1, 1, 1, block_threads(batch), 1, 1,
+        WORD * (2 * (parts + 1) + 2 * batch + 2), _raw_stream(kernel.index), arguments.address, 0,
+    )  # fmt: skip
+    if status:
+        raise StalegraphError(f"launching the scheduling kernel failed: {status.name}")
+
+
+def _check_lengths(seq_lens: torch.Tensor) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError("check is True, which reads seq_lens back; a capturing stream does not permit that")
+    shortest = int(seq_lens.min())
+    if shortest < 0:
+        raise UsageError(f"seq_lens holds {shortest}; allowed: 0 or more")

@@ -1,0 +1,167 @@
+"""The scheduling kernel without a GPU: its model, and its CUDA source itself run thread by thread, against the reference."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from stalegraph import schedule
+from stalegraph.kernels import MAX_PARTS, launch, model
+
+HERE = Path(__file__).parent / "kernel_on_cpu"
+PARTS = (1, 2, 31, 32, 33, 66, 78, 132, 200)
+EDGES = {
+    "one token": [1],
+    "empty": [0],
+    "all empty": [0] * 200,
+    "around a block": [0, 1, 63, 64, 65],
+    "largest": [1] * schedule.MAX_BATCH,
+    "one huge among many small": [1] * 500 + [4_000_000] + [0, 2] * 250,
+    "huge first": [4_000_000] + [0] * 1000,
+    "huge last": [0] * 1000 + [4_000_000],
+    "batch below the parts": [5000, 70, 0, 900],
+    "batch above the parts": [300 + 7 * r for r in range(400)],
+    "as many as parts": [4096] * 132,
+    "longest": [2**31 - 1] * 8,
+}
+
+
+def random_lengths(draw: random.Random, most: int = 1100) -> list[int]:
+    batch = draw.choice([1, 2, draw.randint(1, 40), draw.randint(1, 300), draw.randint(100, most)])
+    kind = draw.randrange(7)
+    if kind == 0:
+        return [draw.randint(0, 200_000) for _ in range(batch)]
+    if kind == 1:
+        return [int(200_001 ** draw.random()) for _ in range(batch)]
+    if kind == 2:
+        return [draw.choice([1, 64, 65, 1024, 8192, draw.randint(0, 5000)])] * batch
+    if kind == 3:
+        return [draw.choice([0, 1, 63, 64, 65]) for _ in range(batch)]
+    if kind == 4:
+        return [0 if draw.random() < 1 / 3 else draw.randint(1, 3000) for _ in range(batch)]
+    if kind == 5:  # runs of empty and of long requests: what one of the two methods is bad at
+        empty = draw.randint(0, batch)
+        lengths = [0] * empty + [draw.randint(0, 20_000) for _ in range(batch - empty)]
+        return lengths if draw.random() < 0.5 else lengths[::-1]
+    lengths = [draw.choice([0, 1, 2]) for _ in range(batch)]
+    lengths[draw.randrange(batch)] = draw.randint(1, 3_000_000)
+    return lengths
+
+
+def reference(lengths, parts):
+    metadata, num_splits = schedule.plan(lengths, parts)
+    return metadata.tolist(), num_splits.tolist()
+
+
+@pytest.mark.parametrize("method", [None, model.walk, model.leap], ids=["chosen", "walk", "leap"])
+@pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
+def test_the_model_equals_the_reference_on_every_edge(lengths, method):
+    for parts in PARTS:
+        assert model.plan(lengths, parts, method) == reference(lengths, parts), parts
+
+
+def test_the_model_equals_the_reference_on_random_batches():
+    draw, taken = random.Random(6), {"walk": 0, "leap": 0}
+    for _ in range(1200):
+        lengths, parts = random_lengths(draw), draw.choice([*PARTS, draw.randint(1, 300)])
+        expected = reference(lengths, parts)
+        first = model.starts(lengths)
+        budget = -(-int(first[-1]) // parts) + schedule.FIXED_OVERHEAD_BLOCKS
+        cuts = model.walk(first, parts, budget)
+        assert cuts == model.leap(first, parts, budget)
+        assert model.plan(lengths, parts) == expected, (lengths, parts)
+        taken["leap" if model.events(first, parts, budget) * model.LEAP_COST < parts * model.WALK_COST else "walk"] += 1
+    assert min(taken.values()) > 100  # the random batches call for both methods
+
+
+def test_a_wrong_overhead_is_noticed(monkeypatch):
+    monkeypatch.setattr(model, "FIXED_OVERHEAD_BLOCKS", 4)
+    assert model.plan(EDGES["batch above the parts"], 132) != reference(EDGES["batch above the parts"], 132)
+
+
+def test_the_model_and_the_kernel_choose_their_method_alike():
+    source = launch.SOURCE.read_text()
+    assert f"WALK_COST = {model.WALK_COST}," in source and f"LEAP_COST = {model.LEAP_COST};" in source
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compiles the kernel for the CPU, with replacements in its source; returns a function (lengths, parts, capacity)."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the kernel for the CPU with")
+
+    def compile_with(*replacements):
+        source = launch.SOURCE.read_text()
+        for old, new in (("extern __shared__ Cut shared[];", "Cut* shared = (Cut*)shared_words;"), *replacements):
+            assert old in source
+            source = source.replace(old, new)
+        folder = tmp_path_factory.mktemp("kernel")
+        (folder / "kernel.inc").write_text(source)
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{folder}", "-o", str(folder / "kernel.so")]
+        subprocess.run([*command, str(HERE / "threads.cpp")], check=True, capture_output=True, text=True)
+        run_block = ctypes.CDLL(str(folder / "kernel.so")).run_block
+
+        def plan(lengths, parts, capacity=None):
+            batch, capacity = len(lengths), capacity or len(lengths) + 1
+            seq_lens = torch.tensor(lengths, dtype=torch.int32)
+            rows = torch.full((parts + 1, 8), -77, dtype=torch.int32)
+            num_splits = torch.full((capacity + 1,), -77, dtype=torch.int32)
+            rc = run_block(
+                ctypes.c_void_p(seq_lens.data_ptr()), batch, parts, ctypes.c_void_p(rows.data_ptr()),
+                ctypes.c_void_p(num_splits.data_ptr()), capacity, 1 if batch <= 1024 else 4, launch.block_threads(batch),
+            )  # fmt: skip
+            assert rc == 0, "threads that should meet do not"
+            assert num_splits[-1] == -77 and rows[-1].eq(-77).all()  # nothing is written behind the buffers
+            return rows[:-1].tolist(), num_splits[:-1].tolist()
+
+        return plan
+
+    return compile_with
+
+
+METHODS = {
+    "chosen": (),
+    "walk": (("events * LEAP_COST < parts * WALK_COST", "false"),),
+    "leap": (("events * LEAP_COST < parts * WALK_COST", "true"),),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_the_cuda_source_equals_the_reference(compiled, method):
+    plan, draw = compiled(*method), random.Random(7)
+    for lengths in EDGES.values():
+        assert plan(lengths, 132) == reference(lengths, 132)
+    for _ in range(150):
+        lengths, parts = random_lengths(draw), draw.choice([*PARTS, draw.randint(1, 300)])
+        assert plan(lengths, parts) == reference(lengths, parts), (lengths, parts)
+    lengths = [draw.randint(0, 4000) for _ in range(schedule.MAX_BATCH)]
+    for parts in (132, MAX_PARTS):
+        assert plan(lengths, parts) == reference(lengths, parts)
+
+
+def test_the_cuda_source_fills_the_tail_and_takes_negative_lengths_for_empty(compiled):
+    plan = compiled()
+    rows, num_splits = plan([700, 3, 0], 132, capacity=400)
+    expected_rows, expected_splits = reference([700, 3, 0], 132)
+    assert rows == expected_rows and num_splits == expected_splits + [expected_splits[-1]] * 396
+    assert plan([-1, 130, -(2**31)], 66) == reference([0, 130, 0], 66) == model.plan([-1, 130, -(2**31)], 66)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("end.block ? end_request : end_request - 1", "end_request"),
+        ("left > OVERHEAD ? 1 << 16 : 0", "left >= OVERHEAD ? 1 << 16 : 0"),
+        ("request < batch ? request + cuts", "request < batch ? cuts"),
+        ("count += __popc(inside);", ""),
+        ("if (reach < edge) break;", "break;"),
+    ],
+)
+def test_a_change_to_the_cuda_source_is_noticed(compiled, change):
+    plan, draw = compiled(change), random.Random(8)
+    cases = [random_lengths(draw) for _ in range(40)] + [[5000, 0, 70, 900]]
+    assert any(plan(lengths, 132) != reference(lengths, 132) for lengths in cases)
