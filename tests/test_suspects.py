@@ -1,6 +1,8 @@
 """Suspect builders: the verdict on small builders whose answer is known, and on real releases (make releases)."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ import torch
 from stalegraph.simulator import Device
 from stalegraph.vllm import kernels
 from stalegraph.vllm.suspects import SUSPECTS, Case, Examination, examine, examine_release
+from stalegraph.vllm.suspects.__main__ import reports
 from stalegraph.vllm.wheels import sources
+
+RECORDED = Path(__file__).parents[1] / "repro" / "recorded"
 
 
 @dataclass
@@ -40,7 +45,7 @@ def verdict(kind):
     for persistent in (False, True):
         with Device(memory_bytes=1 << 24) as device:
             examined[persistent] = examine(device, case(kind), 5, persistent)
-    (fields, wrong), (_, wrong_persistent) = examined[False], examined[True]
+    (fields, wrong, _), (_, wrong_persistent, _) = examined[False], examined[True]
     return Examination("", "", "", "", 5, len(wrong), len(wrong_persistent), None, fields)
 
 
@@ -116,3 +121,24 @@ def test_real_releases(suspect, release, tmp_path_factory):
     root = sources(release, tmp_path_factory.getbasetemp() / "vllm")
     examination = examine_release(suspect, release, root)
     assert examination.verdict == suspect.expected[release], examination
+    # The audit, which compares storages and not outputs, agrees on what moved.
+    moved = {item["field"] for item in examination.fields if item["moved"] and item["read_by"]}
+    assert {finding["field"] for finding in examination.findings} == moved
+    assert (examination.verdict == "cleared") == (not moved)
+
+
+def test_the_reports_say_what_the_record_says():
+    record = json.loads((RECORDED / "sim" / "suspects.json").read_text())
+    expected = {(suspect.name, release): verdict for suspect in SUSPECTS for release, verdict in suspect.expected.items()}
+    assert {(item["suspect"], item["release"]): item["verdict"] for item in record["data"]} == expected
+    texts = reports(record)
+    assert sorted(texts) == sorted(suspect.report for suspect in SUSPECTS if suspect.report)
+    for name, text in texts.items():
+        assert (RECORDED.parent / "reports" / f"{name}.md").read_text() == text
+
+
+def test_a_suspect_that_is_nowhere_confirmed_gets_no_report():
+    record = json.loads((RECORDED / "sim" / "suspects.json").read_text())
+    for item in record["data"]:
+        item["verdict"] = "cleared"
+    assert reports(record) == {}

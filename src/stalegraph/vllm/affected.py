@@ -11,6 +11,7 @@ from pathlib import Path
 # Read release by release from the wheels: FP8 FlashMLA decode metadata is not copied to the persistent buffers.
 FIRST_AFFECTED, LAST_AFFECTED = (0, 15, 0), (0, 18, 1)
 FIRST_READ, LAST_READ = (0, 13, 0), (0, 33, 0)
+LAST_BEFORE, FIRST_FIXED = (0, 14, 1), (0, 19, 0)  # between these and the bounds above nothing was read
 FIRST_SAFE_PADDING = (0, 20, 0)  # padded block-table rows hold page 0 and not -1 (vLLM #35431)
 BUILDER = ("FlashMLAMetadataBuilder", "_build_decode", "cg_buf_tile_scheduler_metadata")
 SOURCE = Path("v1", "attention", "backends", "mla", "flashmla.py")
@@ -43,9 +44,11 @@ def release_of(version: str) -> tuple[int, int, int] | None:
 
 
 def by_version(version: str) -> bool | None:
-    """Whether a release is affected; None for one outside of the map."""
+    """Whether a release is affected; None for one that the map does not tell of."""
     release = release_of(version)
     if release is None or not FIRST_READ <= release <= LAST_READ:
+        return None
+    if LAST_BEFORE < release < FIRST_AFFECTED or LAST_AFFECTED < release < FIRST_FIXED:
         return None
     return FIRST_AFFECTED <= release <= LAST_AFFECTED
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from stalegraph.errors import StalegraphError
 from stalegraph.vllm.suspects.lineup import SUSPECTS, examine_release
 from stalegraph.vllm.survey import provenance
+from stalegraph.vllm.suspects.report import report
 from stalegraph.vllm.wheels import sources
 
 COMMAND = "python -m stalegraph.vllm.suspects --record repro/recorded/sim/suspects.json"
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sources", type=Path, help="folder with extracted sources, or to extract wheels to")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--record", type=Path, help="write the JSON, with its provenance, to this file")
+    parser.add_argument("--reports", type=Path, help="write an issue text for each confirmed suspect to this folder")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -40,6 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.record:
         arguments.record.parent.mkdir(parents=True, exist_ok=True)
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.reports:
+        arguments.reports.mkdir(parents=True, exist_ok=True)
+        for name, text in reports(record).items():
+            (arguments.reports / f"{name}.md").write_text(text)
     if arguments.json:
         print(json.dumps(record))
     else:
@@ -48,6 +54,16 @@ def main(arguments: argparse.Namespace) -> int:
             wrong = f"{examination.wrong_steps} of {examination.steps} steps wrong"
             print(f"{examination.release}  {examination.verdict:9}  {examination.suspect}: {wrong}; {', '.join(moved) or '-'}")
     return int(any(examination.verdict != suspect.expected[examination.release] for suspect, examination in found))
+
+
+def reports(record: dict) -> dict[str, str]:
+    """The issue texts of a record, by file name without ".md"."""
+    texts = {}
+    for suspect in SUSPECTS:
+        found = [item for item in record["data"] if item["suspect"] == suspect.name]
+        if suspect.report and any(item["verdict"] == "confirmed" for item in found):
+            texts[suspect.report] = report(suspect.report, found, record["provenance"])
+    return texts
 
 
 if __name__ == "__main__":

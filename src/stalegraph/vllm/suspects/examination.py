@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stalegraph.audit import audit, note
 from stalegraph.errors import StalegraphError
 from stalegraph.vllm.guard import Item, spell, tensors
 
@@ -41,6 +42,7 @@ class Examination:
     wrong_steps_persistent: int  # of the same run with the moved fields in persistent tensors
     first_wrong: int | None
     fields: list = field(default_factory=list)
+    findings: list = field(default_factory=list)  # of the audit, before the last replay
     failure: str | None = None
 
     @property
@@ -55,22 +57,24 @@ class Examination:
         return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
-def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[list, list]:
-    """Capture `case` once, replay it for `steps` further steps; returns its fields, and (step, failure) of the wrong steps.
+def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[list, list, list]:
+    """Capture `case` once, replay it for `steps` further steps: (fields, (step, failure) of wrong steps, audit's findings).
 
-    With `persistent`, each step's metadata is copied into the tensors of the capture, as a sound builder would. Between steps odd-sized tensors are allocated and held, so that no fresh tensor lands on a freed address. Each
-    replay is compared with the same step run without a graph, from the same state.
+    With `persistent`, each step's metadata is copied into the tensors of the capture, as a sound builder would. Between
+    steps odd-sized tensors are allocated and held, so that no fresh tensor lands on a freed address. Each replay is
+    compared with the same step run without a graph, from the same state. The audit looks before the last replay.
     """
     metadata = case.build(None)
     own = {path: tensor for path, tensor in _fields(device, metadata)} if persistent else {}
     captured = {spell(path): (tensor.data_ptr(), tensor.nbytes) for path, tensor in _fields(device, metadata)}
+    notes = note(metadata)
     graph = device.graph()
     with graph.capture():
         case.forward(metadata)
     kept = metadata if case.kept else None  # noqa: F841
     del metadata
     seen = {path: set() for path in captured}
-    wrong, held = [], []
+    wrong, held, findings = [], [], []
     for step in range(steps):
         # Small numbers are valid as lengths, slots and pages: a stale read stays silent, as it mostly does on hardware.
         held += [torch.full((size,), 2, dtype=torch.int32) for size in (3, 5, 9, 17, 33, 120, 130)]
@@ -80,6 +84,9 @@ def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[l
                 tensor = _put(metadata, path, own[path].copy_(tensor))
             if spell(path) in seen:
                 seen[spell(path)].add(tensor.data_ptr())
+        if step == steps - 1:
+            report = audit(graph, device=device, fields=metadata, captured=notes)
+            findings = [_brief(finding) for finding in report.findings]
         before = [tensor.clone() for tensor in case.state]
         case.output.fill_(-1)
         try:
@@ -105,7 +112,12 @@ def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[l
         }
         for path, (address, nbytes) in sorted(captured.items())
     ]
-    return fields, wrong
+    return fields, wrong, findings
+
+
+def _brief(finding):
+    """What of an audit's finding is the same in every run."""
+    return {name: getattr(finding, name) for name in ("hazard", "verdict", "field", "argument", "owner")}
 
 
 def _same(replayed, eager):

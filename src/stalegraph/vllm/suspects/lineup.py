@@ -20,6 +20,7 @@ class Suspect:
     question: str
     make: Callable
     expected: dict
+    report: str | None = None  # name of its file in repro/reports, where a release is confirmed
 
 
 SUSPECTS = (
@@ -28,6 +29,7 @@ SUSPECTS = (
         "MiniMax-Text-01 with prefix caching and full decode graphs: state_indices_tensor is gathered into a fresh tensor",
         lambda release, find: linear_attention(release, find, "align"),
         {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "confirmed"},
+        "linear-attention-align",
     ),
     Suspect(
         "linear attention, mamba_cache_mode none",
@@ -40,6 +42,7 @@ SUSPECTS = (
         "Voxtral realtime: the builder deep-copies all common metadata at each step",
         block_pooling,
         {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "cleared"},
+        "whisper-block-pooling",
     ),
     Suspect(
         "FlashAttention update_block_table, second group",
@@ -64,14 +67,15 @@ SUSPECTS = (
         "dual batch overlap with one speculated token and an odd batch: seq_lens is cloned where a request straddles",
         lambda release, find: microbatches(release, find, 2, requests=3),
         {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "confirmed"},
+        "microbatch-split",
     ),
 )
 
 
 def examine_release(suspect: Suspect, release: str, root: Path, steps: int = 12) -> Examination:
     """Drive one suspect of one release, as it is and then with its moved fields kept in place, each on a fresh device."""
-    case, fields, wrong = _run(suspect, release, root, steps, persistent=False)
-    _, _, wrong_persistent = _run(suspect, release, root, steps, persistent=True)
+    case, fields, wrong, findings = _run(suspect, release, root, steps, persistent=False)
+    _, _, wrong_persistent, _ = _run(suspect, release, root, steps, persistent=True)
     return Examination(
         suspect=suspect.name,
         release=release,
@@ -82,6 +86,7 @@ def examine_release(suspect: Suspect, release: str, root: Path, steps: int = 12)
         wrong_steps_persistent=len(wrong_persistent),
         first_wrong=wrong[0][0] if wrong else None,
         fields=fields,
+        findings=findings,
         failure=next((failure for _, failure in wrong if failure), None),
     )
 
