@@ -22,8 +22,7 @@ class Simulated:
         return self.device.in_arena(address) or self.is_host(address)
 
     def is_host(self, address: int) -> bool:
-        pinned = self.device.pinned.memory
-        return pinned.base <= address < pinned.end
+        return address in self.device.pinned
 
     def memory_map(self) -> MemoryMap:
         return self.device.memory_map()
@@ -36,19 +35,16 @@ class Simulated:
 
     def generations(self, graph) -> dict[tuple[int, str], tuple[int, int]]:
         """(node, argument) -> (block address, generation at capture) for reads of memory that is not the graph's own."""
-        return {
-            (recorded.node.index, name): (block, generation)
-            for recorded in graph._recorded
-            for name, _, block, generation in recorded.reads
-        }
+        return graph.generations
 
-    def host_owner_is_alive(self, address: int) -> bool:
-        return self.device.pinned.owner_is_alive(address)
+    def host_map(self) -> MemoryMap:
+        """The blocks of pinned host memory."""
+        return self.device.pinned_map()
 
     def view(self, address: int, shape, strides, dtype: str) -> torch.Tensor | None:
         """The bytes at `address` as they lie now."""
-        memory = self.device.pinned.memory if self.is_host(address) else self.device.memory
-        if not memory.base <= address < memory.end:
+        memory = self.device.pinned if self.is_host(address) else self.device.memory
+        if address not in memory:
             return None
         with self.device.host():
             return memory.tensor(address, shape, strides, getattr(torch, dtype))
@@ -105,7 +101,7 @@ class Cuda:
     def generations(self, graph) -> dict:
         return {}
 
-    def host_owner_is_alive(self, address: int) -> bool | None:
+    def host_map(self) -> None:
         return None  # torch keeps no list of its pinned blocks that Python could read
 
     def view(self, address: int, shape, strides, dtype: str):
@@ -121,6 +117,7 @@ def backend_of(graph, device=None):
     """The backend that `graph` belongs to; UsageError naming what is allowed where it is no graph."""
     from stalegraph.simulator import CUDAGraph, Device
 
+    graph = getattr(graph, "simulated", graph)
     if isinstance(graph, CUDAGraph):
         return Simulated(graph.device)
     if isinstance(device, Device):
@@ -134,7 +131,7 @@ def backend_of(graph, device=None):
 
 def state_of(graph) -> str | None:
     """Why `graph` cannot be audited now, or None."""
-    state = getattr(graph, "state", None)
+    state = getattr(getattr(graph, "simulated", graph), "state", None)
     if state in ("new", "reset"):
         return "it was reset, or never captured"
     if state == "capturing":

@@ -35,9 +35,8 @@ class BlockNote:
 
     pinned = False
 
-    def __init__(self, address: int, nbytes: int, generation: int | None, now: MemoryMap, host_alive=None):
+    def __init__(self, address: int, nbytes: int, generation: int | None, now: MemoryMap):
         self.address, self.nbytes, self.generation, self.now = address, nbytes, generation, now
-        self.host_alive = host_alive
         self.made, self.stack, self.born, self.died, self.died_at, self.names = None, (), None, None, None, []
 
     @property
@@ -45,8 +44,6 @@ class BlockNote:
         return self.address + self.nbytes
 
     def alive(self) -> bool:
-        if self.host_alive is not None:
-            return self.host_alive
         block = self.now.find(self.address)
         if block is None or block.state != "allocated":
             return False
@@ -161,9 +158,9 @@ def from_nodes(graph, backend, nodes, now: MemoryMap, then: MemoryMap | None, po
                 generation = same.generation if same is not None else None
             key = (block, generation)
             if key not in blocks:
-                host_alive = backend.host_owner_is_alive(argument.address) if backend.is_host(argument.address) else None
                 nbytes = max(argument.address - block + (argument.nbytes or 1), 1)
-                blocks[key] = BlockNote(block, nbytes, generation, now, host_alive)
+                there = backend.host_map() if backend.is_host(argument.address) else now
+                blocks[key] = BlockNote(block, nbytes, generation, there)
             note = blocks[key]
             note.nbytes = max(note.nbytes, argument.address - block + (argument.nbytes or 1))
             touch = sighting.touches.get(note)

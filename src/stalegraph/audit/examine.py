@@ -71,6 +71,7 @@ def examine(
     second=None,
 ) -> Report:  # fmt: skip
     """`audit` with the watch, if any, that may have seen the capture."""
+    graph = getattr(graph, "simulated", graph)
     backend = backend_of(graph, device)
     known = watch.capture_of(graph) if watch is not None else None
     report = Report()

@@ -221,9 +221,11 @@ def now_label(capture, note) -> str | None:
 
 
 def _host_owner(capture, note, now) -> str | None:
-    if now.book is None:
-        return None
-    other = now.book.owner(note.address)
+    blocks = capture.backend.host_map()
+    if blocks is not None:
+        block = blocks.find(note.address)
+        return None if block is None or block.state != "allocated" else block.label or "another pinned tensor"
+    other = None if now.book is None else now.book.owner(note.address)
     return None if other is None else "another pinned tensor"
 
 
