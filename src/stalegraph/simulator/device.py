@@ -175,6 +175,17 @@ class Device:
         placed.copy_(tensor)
         return placed
 
+    def resize(self, tensor: torch.Tensor, shape) -> torch.Tensor:
+        """`tensor` with another shape, in a new block if its own is too small; what lay in it comes along."""
+        with self.host():
+            wanted = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
+            if span(wanted) + tensor.storage_offset() * tensor.itemsize <= tensor.untyped_storage().nbytes():
+                return tensor.as_strided_(wanted.shape, wanted.stride())
+            grown = self.allocator.empty(tuple(wanted.shape), wanted.stride(), tensor.dtype)
+            if self.capturing is None and tensor.numel():
+                grown.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+            return tensor.set_(grown)
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of pageable host data, for which the host waits."""
         self._check_idle("a copy from pageable host memory")

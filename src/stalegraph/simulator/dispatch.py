@@ -6,10 +6,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stalegraph.errors import CaptureError
 from stalegraph.simulator.inference import infer
 from stalegraph.simulator.operator import Operator
-from stalegraph.simulator.recorder import span
+from stalegraph.simulator.recorder import is_memcpy, span
 
 _CPU = torch.device("cpu")
 _DEVICE, _HOST, _NUMBER = 1, 2, 4  # where the tensors of a call live: on the device, on the host, on the host and 0-dim
@@ -77,11 +76,14 @@ class Operators(TorchDispatchMode):
         try:
             result = operator.call(*args, **kwargs)
         except Exception as error:
+            if operator.outs and "resizable" in str(error):
+                self._fit(operator, args, kwargs, always=True)
+                return self._compute(operator, args, kwargs)
             failure = device.failed(error, operator.name)
             if failure is error:
                 raise
             raise failure from error
-        if operator.is_copy and _is_memcpy(operator, args, result):
+        if operator.is_copy and is_memcpy(args[1] if operator.name == "aten::copy_" else args[0], result):
             device.count_copy(span(result))
         else:
             device.launches += 1
@@ -98,15 +100,15 @@ class Operators(TorchDispatchMode):
             for value in result
         )
 
-    def _fit(self, operator, args, kwargs) -> None:
-        """Gives empty `out` tensors the memory that the operator will want of them, as `resize_` would on a GPU."""
-        outs = [kwargs[name] for name in operator.outs if name in kwargs]
-        if not any(isinstance(out, torch.Tensor) and out.numel() == 0 for out in outs):
+    def _fit(self, operator, args, kwargs, always: bool = False) -> None:
+        """Gives `out` tensors the shape and memory that the operator will want of them, as `resize_` would on a GPU."""
+        outs = [kwargs[name] for name in operator.outs if isinstance(kwargs.get(name), torch.Tensor)]
+        if not always and all(out.numel() for out in outs):
             return
         wanted = infer(operator, args, kwargs)
         for out, like in zip(outs, wanted if isinstance(wanted, tuple) else (wanted,)):
-            if out.numel() == 0 and like.numel():
-                out.set_(self.device.allocator.empty(tuple(like.shape), like.stride(), out.dtype))
+            if out.shape != like.shape:
+                self.device.resize(out, like.shape)
 
     def _view(self, operator, args, kwargs):
         result = operator.call(*args, **kwargs)
@@ -131,17 +133,13 @@ class Operators(TorchDispatchMode):
         return self.device.allocator.empty(tuple(like.shape), like.stride(), like.dtype)
 
     def _metadata(self, operator, args, kwargs):
-        if operator.name != "aten::resize_" or not self._where(args[:1], None) & _DEVICE:
+        if operator.name != "aten::resize_" or not (self._where(args[:1], None) & _DEVICE or self._fresh(args[0])):
             return operator.call(*args, **kwargs)
-        tensor, shape = args[0], args[1]
-        with torch._C._DisableTorchDispatch():
-            wanted = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            if span(wanted) + tensor.storage_offset() * tensor.itemsize > tensor.untyped_storage().nbytes():
-                grown = self.device.allocator.empty((wanted.numel(),), (1,), tensor.dtype)
-                if self.device.capturing is None:
-                    grown[: tensor.numel()].copy_(tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1))
-                return tensor.set_(grown.view(tuple(shape)))
-        return operator.call(*args, **kwargs)
+        return self.device.resize(args[0], args[1])
+
+    def _fresh(self, tensor) -> bool:
+        """Whether `tensor` is empty and not of a host tensor's memory: it becomes the device's as it grows."""
+        return tensor.numel() == 0 and tensor.is_cpu and tensor.untyped_storage().nbytes() == 0
 
     def _composite(self, operator, args, kwargs):
         # Inference mode hands composites over whole; their parts are what a GPU would launch.
@@ -158,17 +156,6 @@ class Operators(TorchDispatchMode):
                 device.capturing.refuse(f"{operator.name} makes the host wait for a value")
             device.count_copy(args[0].itemsize)
         return operator.call(*args, **kwargs)
-
-
-def _is_memcpy(operator, args, result) -> bool:
-    """Whether a GPU would do it by memcpy: same type on both sides, both dense in the same order."""
-    source = args[1] if operator.name == "aten::copy_" else args[0]
-    return (
-        source.dtype == result.dtype
-        and source.shape == result.shape
-        and source.stride() == result.stride()
-        and result.numel() * result.itemsize == span(result)
-    )
 
 
 class Calls(TorchFunctionMode):

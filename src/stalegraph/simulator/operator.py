@@ -66,10 +66,11 @@ class Operator:
             or torch.Tag.dynamic_output_shape in overload.tags
         )
         self.is_copy = self.name in _COPIES
-        self.node_kind = "memcpy" if self.is_copy else "memset" if self.name in _FILLS else "kernel"
+        self.node_kind = "memset" if self.name in _FILLS else "kernel"
         self.kind = self._kind(schema)
         self.fresh = self.kind == "compute" and any(place is None for place in self.returns)
-        self.into = _into(schema) if self.fresh and not self.access else None
+        plain = all(str(result.type) == "Tensor" for result in schema.returns)
+        self.into = _into(schema) if self.fresh and plain and not self.access else None
 
     def _kind(self, schema) -> str:
         name = self.overload.name()

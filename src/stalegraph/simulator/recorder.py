@@ -22,6 +22,16 @@ def span(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))) * tensor.itemsize
 
 
+def is_memcpy(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a GPU would copy by memcpy: one type, and both sides dense in the same order; else it runs a kernel."""
+    return (
+        source.dtype == target.dtype
+        and source.shape == target.shape
+        and source.stride() == target.stride()
+        and target.numel() * target.itemsize == span(target)
+    )
+
+
 @dataclass(frozen=True)
 class Use:
     """One argument of one node that lies in a block which the graph does not own."""
@@ -111,7 +121,10 @@ class Recorder:
         results, fresh = [], []
         for place, name, value in zip(operator.returns, operator.return_names, returned):
             if place is not None:
+                shape = getattr(value, "shape", None)
                 value = kwargs[place] if isinstance(place, str) else args[place]
+                if isinstance(place, str) and shape is not None and value.shape != shape:
+                    self.device.resize(value, shape)
                 fresh.append((name, None))
             elif isinstance(value, torch.Tensor):
                 value = self._place(value)
@@ -145,9 +158,12 @@ class Recorder:
             else:
                 targets.append(None)
         self.program.append(self._program(operator, raw_args, raw_kwargs, targets, arguments, inputs))
-        self._nodes.append(
-            Node(len(self._nodes), operator.node_kind, operator.name, tuple(arguments), None, tuple(scalars))
-        )
+        kind = operator.node_kind
+        if operator.is_copy:
+            source, target = (args[1], args[0]) if operator.name == "aten::copy_" else (args[0], fresh[0][1])
+            over_the_bus = self.device.is_host(source) or self.device.is_host(target)
+            kind = "memcpy" if over_the_bus or is_memcpy(source, target) else "kernel"
+        self._nodes.append(Node(len(self._nodes), kind, operator.name, tuple(arguments), None, tuple(scalars)))
 
     def _bake(self, operator, name, value, arguments, scalars):
         """What stands for an argument in the node: raw tensors for tensors, the rest by value."""
