@@ -137,9 +137,9 @@ class Engine:
         """One step for the first `size` rows: next token ids into `next_ids`."""
         hidden = self.model.hidden(self.token_ids[:size])
         positions = self.positions[:size]
-        keys = self.model.keys(hidden, positions)
-        self.rows.index_copy_(0, self.slots[:size], keys.view(torch.uint8))
-        attended = self.model.attention(self.model.queries(hidden, positions), self.cache, metadata)
+        normed = self.model.normed(hidden)
+        self.rows.index_copy_(0, self.slots[:size], self.model.keys(normed, positions).view(torch.uint8))
+        attended = self.model.attention(self.model.queries(normed, positions), self.cache, metadata)
         self.next_ids[:size].copy_(self.model.logits(hidden, attended).argmax(1))
 
     def build(self, size: int, longest: int):
@@ -201,7 +201,7 @@ class Engine:
             for request, prompt in enumerate(self.prompts):
                 ids = torch.tensor(list(prompt[:-1]), dtype=torch.int64, device=where)
                 first = schedule.BLOCK_SIZE * (1 + request * self.max_blocks)
-                keys = self.model.keys(self.model.hidden(ids), positions)
+                keys = self.model.keys(self.model.normed(self.model.hidden(ids)), positions)
                 self.rows[first : first + known].copy_(keys.view(torch.uint8))
 
     def put(self, target: torch.Tensor, values: list[int]) -> None:

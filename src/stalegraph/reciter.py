@@ -221,20 +221,22 @@ class Reciter:
         """Residual stream (batch, 1024) of token_ids (batch,)."""
         return torch.nn.functional.embedding(token_ids, self.embed)
 
-    def keys(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention's projections read, (batch, 1024)."""
+        return torch.nn.functional.rms_norm(hidden, (HIDDEN,), self.input_norm, EPSILON)
+
+    def keys(self, normed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What the cache stores for each token: latent then rotary key, (batch, 576) float8_e4m3fn."""
-        normed = torch.nn.functional.rms_norm(hidden, (HIDDEN,), self.input_norm, EPSILON)
         both = normed @ self.kv_a_proj
         latent = torch.nn.functional.rms_norm(both[:, :LATENT], (LATENT,), self.latent_norm, EPSILON)
         return torch.cat([latent, self.rotate(both[:, None, LATENT:], positions)[:, 0]], 1).to(torch.float8_e4m3fn)
 
-    def queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def queries(self, normed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Absorbed queries (batch, 1, heads, 576) float8_e4m3fn."""
-        normed = torch.nn.functional.rms_norm(hidden, (HIDDEN,), self.input_norm, EPSILON)
         q = (normed @ self.q_proj).view(-1, self.num_heads, NOPE + ROPE)
+        rotated = self.rotate(q[:, :, NOPE:], positions)
         latent = torch.bmm(q[:, :, :NOPE].transpose(0, 1), self.w_uk).transpose(0, 1)
-        both = torch.cat([latent, self.rotate(q[:, :, NOPE:], positions)], 2)
-        return both.to(torch.float8_e4m3fn)[:, None]
+        return torch.cat([latent.to(torch.float8_e4m3fn), rotated.to(torch.float8_e4m3fn)], 2)[:, None]
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotary embedding of pairs (2j, 2j + 1) of x (batch, heads, 64), as DeepSeek-V2 lays them out."""
