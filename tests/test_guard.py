@@ -228,6 +228,38 @@ def test_dicts_in_metadata_are_descended(module):
     assert [message.split(" of ")[0] for message in watching.messages] == ["by_size[4][indices]"]
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_microbatches_have_graphs_of_their_own(module, fresh):
+    """Dual batch overlap: two dicts of metadata, and graphs kept by total tokens beside the wrapper's."""
+    slices = [types.SimpleNamespace(token_slice=slice(0, 4)), types.SimpleNamespace(token_slice=slice(4, 8))]
+    context = types.SimpleNamespace(ubatch_slices=slices, cudagraph_runtime_mode=CUDAGraphMode.FULL, attn_metadata=None)
+
+    class UBatchWrapper:
+        def __init__(self):
+            self.cudagraphs = {}
+
+        def __call__(self):
+            if 8 in self.cudagraphs:
+                self.cudagraphs[8].cudagraph.replay()
+            else:
+                self.cudagraphs[8] = types.SimpleNamespace(cudagraph=Graph())
+
+    module(
+        guard.V1_MICROBATCHES,
+        UBatchWrapper=UBatchWrapper,
+        CUDAGraphMode=CUDAGraphMode,
+        get_forward_context=lambda: context,
+    )
+    watching = watch(allow=["*.tile_scheduler_metadata"])
+    wrapper, persistent = UBatchWrapper(), torch.zeros(9, dtype=torch.int32)
+    for _ in range(3):
+        context.attn_metadata = [{"layer": metadata(persistent)}, {"layer": metadata(None if fresh else persistent)}]
+        wrapper()
+    assert [graph.replays for graph in watching.records] == [2]
+    moved = [message.split(" moved")[0] for message in watching.messages]
+    assert moved == (["decode.scheduler_metadata.num_splits of layer layer"] if fresh else [])
+
+
 def v2(module, run_name):
     """V2: a manager that builds, captures and stores graphs as vLLM does, and replays with no forward context."""
 

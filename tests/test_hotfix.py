@@ -1,4 +1,4 @@
-"""The hot-fix in a stand-in for vLLM's FlashMLA backend: what it does, where it does nothing, and that it never breaks."""
+"""The hot-fix in a stand-in for vLLM's FlashMLA backend: what it does, where it does nothing, that it never breaks."""
 
 import importlib
 import logging
@@ -195,8 +195,8 @@ def test_it_says_once_what_it_did(arrive, caplog):
         for _ in range(3):
             step(module, builder, lens(1), table([1]))
     assert [record.getMessage() for record in caplog.records] == [
-        "stalegraph hot-fix: vLLM 0.15.0 has bug #33638; the decode schedule is written straight into persistent buffers, "
-        "the tail of num_splits is filled, padded block-table rows point at page 0"
+        "stalegraph hot-fix: vLLM 0.15.0 has bug #33638; the decode schedule is written straight into persistent "
+        "buffers, the tail of num_splits is filled, padded block-table rows point at page 0"
     ]
 
 
@@ -364,7 +364,10 @@ class FlashMLAImpl:
     def forward_mqa(self, q, kv_cache, attn_metadata, layer):
         return None
 """
-FIX = "self.cg_buf_num_splits[:2].copy_(splits); splits = self.cg_buf_num_splits[:2]; self.cg_buf_tile_scheduler_metadata"
+FIX = (
+    "self.cg_buf_num_splits[:2].copy_(splits); splits = self.cg_buf_num_splits[:2]; "
+    "self.cg_buf_tile_scheduler_metadata"
+)
 PROCESS = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
@@ -401,9 +404,8 @@ def test_the_entry_point_in_a_fresh_process(tmp_path, version, fixed, environmen
     (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     clean = {name: value for name, value in os.environ.items() if not name.startswith("STALEGRAPH_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS], capture_output=True, text=True, env={**clean, "PYTHONPATH": path, **environment}
-    )
+    environment = {**clean, "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     *logged, stability, rows = done.stdout.splitlines()
     assert (stability, rows) == (f"stable {stable}", f"padding {padding}")
@@ -416,7 +418,8 @@ def test_the_entry_point_in_a_fresh_process(tmp_path, version, fixed, environmen
 
 
 AFFECTED_SOURCE = "class FlashMLAMetadataBuilder:\n    def _build_decode(self):\n        return self.plan()\n"
-FIXED_SOURCE = AFFECTED_SOURCE.replace("return", "self.cg_buf_tile_scheduler_metadata[:1].copy_(self.plan())\n        return")
+COPY = "self.cg_buf_tile_scheduler_metadata[:1].copy_(self.plan())\n        return"
+FIXED_SOURCE = AFFECTED_SOURCE.replace("return", COPY)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +460,10 @@ def test_the_source_is_read_without_importing_vllm(monkeypatch, tmp_path):
 
 
 def test_the_plugin_modules_import_neither_torch_nor_vllm():
-    code = "import stalegraph.vllm.hotfix, stalegraph.vllm.guard, sys; print([n for n in ('torch', 'vllm') if n in sys.modules])"
+    code = (
+        "import stalegraph.vllm.hotfix, stalegraph.vllm.guard, sys; "
+        "print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -129,7 +129,9 @@ def test_real_releases(suspect, release, tmp_path_factory):
 
 def test_the_reports_say_what_the_record_says():
     record = json.loads((RECORDED / "sim" / "suspects.json").read_text())
-    expected = {(suspect.name, release): verdict for suspect in SUSPECTS for release, verdict in suspect.expected.items()}
+    expected = {
+        (suspect.name, release): verdict for suspect in SUSPECTS for release, verdict in suspect.expected.items()
+    }
     assert {(item["suspect"], item["release"]): item["verdict"] for item in record["data"]} == expected
     texts = reports(record)
     assert sorted(texts) == sorted(suspect.report for suspect in SUSPECTS if suspect.report)

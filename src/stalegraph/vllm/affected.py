@@ -54,7 +54,7 @@ def by_version(version: str) -> bool | None:
 
 
 def by_source(source: str) -> bool | None:
-    """Whether the builder's `_build_decode` leaves its persistent buffers unused; None where there is no such method."""
+    """Whether `_build_decode` leaves the builder's persistent buffers unused; None where there is no such method."""
     kind, method, buffer = BUILDER
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and node.name == kind:

@@ -1,4 +1,4 @@
-"""A guard for vLLM: it notes the addresses of the attention metadata at capture of a FULL graph and compares them at replay.
+"""A guard for vLLM: it notes where attention metadata lies when a FULL graph is captured, and compares at each replay.
 
 A `vllm.general_plugins` entry point, off unless STALEGRAPH_GUARD is "warn" or "raise". vLLM's own debug check looks at
 positional arguments only, of which a full graph has none, and at attention metadata in no release. With the V1 runner
@@ -52,8 +52,8 @@ def register() -> None:
 def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callable | None = None) -> str:
     """Watch every FULL graph that is captured in this process from now on; says what it will do.
 
-    `allow` holds globs over field names ("query_start_loc", "decode.*") whose tensors may move. `on_device(tensor)` says
-    which tensors a graph can bake in (default: CUDA tensors). A second call replaces mode and allow list.
+    `allow` holds globs over field names ("query_start_loc", "decode.*") whose tensors may move. `on_device(tensor)`
+    says which tensors a graph can bake in (default: CUDA tensors). A second call replaces mode and allow list.
     """
     global _guard
     if mode not in MODES:
@@ -224,7 +224,7 @@ class Guard:
 
     @_never_in_the_way
     def groups(self, attn_metadata) -> list[Group]:
-        """One group for each distinct metadata object in V1's dict by layer name (or list of them, one a microbatch)."""
+        """One group for each distinct metadata object in V1's dict by layer name, or list of such, one a microbatch."""
         groups, seen = [], set()
         for at, by_layer in enumerate(attn_metadata if isinstance(attn_metadata, list) else [attn_metadata]):
             for layer, metadata in (by_layer or {}).items():
@@ -253,7 +253,7 @@ class Guard:
         self.act(moved)
 
     def moved(self, batch, layer, group, now) -> list[tuple[str, str, str]]:
-        """(layer, field, message) for each field of `group` that is elsewhere now; one that is no tensor now is left out."""
+        """(layer, field, message) for each field of `group` that lies elsewhere now, if it is a tensor now."""
         moved = []
         for path, captured, address in zip(group.fields.paths, group.captured, now, strict=True):
             field = spell(path)
@@ -330,7 +330,7 @@ def _batch(key):
 
 
 def _watch_v1(module):
-    """Hook `CUDAGraphWrapper.__call__`, which captures and replays; the same class is used for PIECEWISE, let be here."""
+    """Hook `CUDAGraphWrapper.__call__`, which captures and replays; its PIECEWISE instances are let be."""
     guard = _guard
     if guard is None:
         return

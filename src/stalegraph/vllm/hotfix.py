@@ -1,7 +1,7 @@
 """The hot-fix for vLLM 0.15.0 to 0.18.1: FP8 FlashMLA decode metadata back in persistent buffers, padded rows safe.
 
-A `vllm.general_plugins` entry point. It waits until vLLM imports its FlashMLA backend, then wraps three names there: the
-builder's `_build_decode`, the planner that this method calls, and the decode method of the implementation. Whatever
+A `vllm.general_plugins` entry point. It waits until vLLM imports its FlashMLA backend, then wraps three names there:
+the builder's `_build_decode`, the planner that this method calls, and the decode method of the implementation. Whatever
 surprises it, it logs, and vLLM stays as it was. Sources: vLLM #33638 (the bug, from #32810), #35175 (what 0.19.0
 ships), #33664 and #35431 (padded rows), #36611 (the schedule inside the graph).
 """
@@ -54,7 +54,7 @@ _planning = threading.local()  # .call is the PlannerCall of the `_build_decode`
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: install what STALEGRAPH_HOTFIX asks for, if this vLLM needs it. Never raises."""
+    """Entry point of `vllm.general_plugins`: install what STALEGRAPH_HOTFIX asks for, if it is needed. Never raises."""
     try:
         _register(os.environ)
     except Exception as error:
@@ -83,8 +83,8 @@ def _register(environment) -> None:
 def install(mode: str = "auto", *, sanitize_padding: bool = True, force: bool = False) -> str:
     """Install the hot-fix in this process and say in one sentence what it will do, or why nothing was done.
 
-    `force` installs on any release, also one that needs nothing, and allows the mode "regressed": so each builder can be
-    measured on one release. `sanitize_padding=False` leaves padded rows as vLLM fills them, which brings #33664 on.
+    `force` installs on any release, also one that needs nothing, and allows the mode "regressed": so each builder can
+    be measured on one release. `sanitize_padding=False` leaves padded rows as vLLM fills them, which brings #33664 on.
     A second call replaces the mode. Raises UsageError for an unknown mode.
     """
     global _settings
@@ -207,7 +207,7 @@ class Patch:
             return None
 
     def _fill(self, buffers, metadata, arguments):
-        """Fill the buffers; should that fail, copy (graphs may have the buffers baked in by now), then do as vLLM did."""
+        """Fill the buffers; should that fail, copy (graphs may have them baked in by now), then do as vLLM did."""
         try:
             buffers.fill(metadata, *arguments)
             return
@@ -393,8 +393,8 @@ def _agree(planner, tile_scheduler_metadata, num_q_tokens_per_head_k, num_heads_
     # Columns 5 to 7 are unused, and FlashMLA leaves them as it found them.
     same_rows = torch.equal(metadata[:parts, :5], expected_metadata[:, :5])
     tail = splits[entries:]
-    same_splits = torch.equal(splits[:entries], expected_splits) and torch.equal(tail, splits[entries - 1].expand_as(tail))
-    if not same_rows or not same_splits:
+    same_splits = torch.equal(splits[:entries], expected_splits)
+    if not same_rows or not same_splits or not torch.equal(tail, splits[entries - 1].expand_as(tail)):
         raise Surprise("its schedule differs from FlashMLA's")
 
 

@@ -17,13 +17,14 @@ _library.define(
 )
 _library.define("flash_attn_schedule(Tensor cache_seqlens, int max_num_splits) -> Tensor")
 _library.define(
-    "linear_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slope_rate, Tensor slot_id, Tensor(b!) out) -> ()"
+    "linear_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slope_rate, Tensor slot_id, Tensor(b!) "
+    "out) -> ()"
 )
 
 
 @torch.library.impl(_library, "flash_attn_varlen", "CPU")
 def _flash_attn_varlen(q, k, v, cu_seqlens_q, seqused_k, block_table, scheduler_metadata, softmax_scale, causal, out):
-    """Paged attention: q (tokens, heads, dim), k and v (blocks, block size, KV heads, dim), one KV split after the other."""
+    """Paged attention: q (tokens, heads, dim), k and v (blocks, block size, KV heads, dim)."""
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     block_size, groups = k.shape[1], q.shape[1] // k.shape[2]
     for request, length in enumerate(lengths):
@@ -47,7 +48,7 @@ def _check(what, indices, count):
 
 
 def _splits(scheduler_metadata, request) -> int:
-    """The dynamic number of splits of a request: FlashAttention 3 keeps it behind one counter, in 0.15.0 to 0.20.2's build."""
+    """The number of splits of a request, which lies behind one counter in `_flash_attn_schedule`'s plan."""
     if scheduler_metadata is None:
         return 1
     return max(1, int(scheduler_metadata[1 + request]))
@@ -57,7 +58,8 @@ def _combine(scores, values, splits):
     """Softmax over keys in `splits` pieces: partial outputs weighted by their share of the whole sum."""
     pieces = []
     for part, part_values in zip(scores.chunk(splits, -1), values.chunk(splits, 0), strict=True):
-        pieces.append((part.logsumexp(-1), torch.einsum("hqk,khd->hqd", torch.nan_to_num(part.softmax(-1)), part_values)))
+        weights = torch.nan_to_num(part.softmax(-1))  # a piece that is masked whole has no softmax
+        pieces.append((part.logsumexp(-1), torch.einsum("hqk,khd->hqd", weights, part_values)))
     shares = torch.stack([lse for lse, _ in pieces]).softmax(0)
     return sum(share[..., None] * output for share, (_, output) in zip(shares, pieces, strict=True)).transpose(0, 1)
 

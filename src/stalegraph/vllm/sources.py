@@ -1,8 +1,8 @@
 """The decode path of real vLLM releases on the simulated GPU: their own files, executed unchanged, the rest stubbed.
 
 From a release's wheel come the FlashMLA backend, the MLA metadata builder above it and the attention interfaces. What
-they plan and launch goes to `stalegraph.ops`. `drive` captures and replays the reciter's decode with one release and says
-whether the addresses that it hands to a captured graph stay, and whether the text that comes out is right.
+they plan and launch goes to `stalegraph.ops`. `drive` captures and replays the reciter's decode with one release and
+says whether the addresses that it hands to a captured graph stay, and whether the text that comes out is right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stalegraph.simulator import Device, current_device
 from stalegraph.vllm.hotfix import install, uninstall
 from stalegraph.vllm.stubs import stub, stubbed
 
-PROMPT = b"Frost settled on the wires at dawn, and the last tram had not yet left; nobody on the platform spoke a word. "
+PROMPT = b"Frost settled on the wires at dawn, and the last tram had not yet left; nobody on the platform spoke."
 BACKEND = "vllm.v1.attention.backends.mla.flashmla"
 # Executed from the release's own source where the release has them; MLA's builder moved in 0.15.0.
 REAL = (
@@ -69,6 +69,11 @@ def _no_group():
     raise AssertionError("decode context model parallel group is not initialized")
 
 
+def _plan_fp8(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, **_):
+    """FlashMLA's planner under 0.14.1's one name for all cache types."""
+    return ops.get_mla_metadata_dense_fp8(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
+
+
 def _decode_fp8(**arguments):
     """FlashMLA's FP8 decode under 0.14.1's one name for all cache types."""
     arguments.pop("is_fp8_kvcache", None)
@@ -80,8 +85,8 @@ def kernel_names(release: str) -> dict:
     if release.startswith("0.14."):
         return {
             "is_flashmla_dense_supported": lambda: (True, None),
-            "get_mla_metadata": lambda lens, per_head, heads, **_: ops.get_mla_metadata_dense_fp8(lens, per_head, heads),
-            "flash_mla_with_kvcache": lambda **arguments: _decode_fp8(**arguments),
+            "get_mla_metadata": _plan_fp8,
+            "flash_mla_with_kvcache": _decode_fp8,
         }
     return {
         "is_flashmla_dense_supported": lambda: (True, None),
@@ -126,7 +131,7 @@ def backend(release: str, root: Path, sm_count: int):
 
 def vllm_config(*, num_heads=16, max_num_seqs=8, max_model_len=1024, full_graphs=True):
     """What the builders read of a VllmConfig, for a DeepSeek-V2-shaped model with an FP8 cache."""
-    ranks = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    ranks = dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     layer = settings(num_heads=num_heads, **ranks)
     return settings(
         model_config=settings(
@@ -151,7 +156,7 @@ def vllm_config(*, num_heads=16, max_num_seqs=8, max_model_len=1024, full_graphs
 
 
 class HostTensor(torch.Tensor):
-    """A host tensor beside the simulated device: what is computed from it stays on the host, as with vLLM's *_cpu fields."""
+    """A host tensor beside the simulated device: what is computed from it stays on the host too."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -162,8 +167,8 @@ class HostTensor(torch.Tensor):
 class ReleaseBuilder:
     """The builder of an executed release behind the interface of `stalegraph.builders.Builder`.
 
-    It does what vLLM's V1 runner does around a build: query starts in a persistent buffer, padded block-table rows filled
-    with `pad_block` at each step, CommonAttentionMetadata passed to `build`.
+    It does what vLLM's V1 runner does around a build: query starts in a persistent buffer, padded block-table rows
+    filled with `pad_block` at each step, CommonAttentionMetadata passed to `build`.
     """
 
     def __init__(self, module, batch, pad_block, *, num_heads, max_batch, max_blocks, sm_count, device, **_):
@@ -219,10 +224,14 @@ class BuiltMetadata:
 
 
 def release_attention(module, num_heads=16):
-    """An attention step that goes through the release's own FlashMLAImpl; its constructor, which asks the platform, is left out."""
+    """An attention step through the release's own FlashMLAImpl, without its constructor, which asks the platform."""
     implementation = object.__new__(module.FlashMLAImpl)
     vars(implementation).update(
-        kv_cache_dtype="fp8", kv_lora_rank=512, scale=SOFTMAX_SCALE, num_heads=num_heads, need_to_return_lse_for_decode=False
+        kv_cache_dtype="fp8",
+        kv_lora_rank=512,
+        scale=SOFTMAX_SCALE,
+        num_heads=num_heads,
+        need_to_return_lse_for_decode=False,
     )
     # `forward_mqa`, or `_forward_decode` to 0.15.1.
     name = "forward_mqa" if hasattr(module.FlashMLAImpl, "forward_mqa") else "_forward_decode"
@@ -266,10 +275,10 @@ def drive(
     pad_block: int | None = None,
     sm_count: int = 132,
 ) -> Outcome:
-    """Capture and replay the reciter's decode with the builder and implementation of `release`, on a fresh simulated GPU.
+    """Capture and replay the reciter's decode with the builder and decode method of `release` on a simulated GPU.
 
-    `hotfix` is a mode of `stalegraph.vllm.hotfix.install` ("off": none). `pad_block` is what padded block-table rows are
-    filled with, by default as the release's V1 runner does: -1, or 0 from 0.20.0 on.
+    `hotfix` is a mode of `stalegraph.vllm.hotfix.install` ("off": none). `pad_block` is what padded block-table rows
+    are filled with, by default as the release's V1 runner does: -1, or 0 from 0.20.0 on.
     """
     pad_block = default_pad_block(release) if pad_block is None else pad_block
     with Device(sm_count=sm_count, memory_bytes=1 << 28) as device, backend(release, root, sm_count) as module:
@@ -279,7 +288,14 @@ def drive(
         try:
             with patch.object(Reciter, "attention", release_attention(module)):
                 run = decode.run(
-                    device, builder=make, prompt=prompt, batch=batch, tokens=tokens, life=life, mode=mode, pad_block=pad_block
+                    device,
+                    builder=make,
+                    prompt=prompt,
+                    batch=batch,
+                    tokens=tokens,
+                    life=life,
+                    mode=mode,
+                    pad_block=pad_block,
                 )
         finally:
             uninstall()

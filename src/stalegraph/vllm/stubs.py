@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class _StubClass(abc.ABCMeta):
-    """The class of all stand-ins: a name that can be subclassed, subscripted, called, decorated with, or asked for more names."""
+    """The class of all stand-ins: it can be subclassed, subscripted, called, decorated with, asked for more names."""
 
     def __getattr__(cls, name):
         if name.startswith("__") or name.startswith("_abc_"):

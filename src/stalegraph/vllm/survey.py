@@ -1,4 +1,4 @@
-"""A table of vLLM releases, from runs of their own sources on the simulated GPU: addresses stable or not, text right or wrong."""
+"""A table of vLLM releases, from simulated runs of their own sources: addresses stable or not, text right or wrong."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from stalegraph.errors import StalegraphError
 from stalegraph.vllm.sources import Outcome, drive
 from stalegraph.vllm.wheels import sources
 
+COMMAND = "python -m stalegraph.vllm.survey --record repro/recorded/sim/releases.json"
 RELEASES = ("0.14.1", "0.15.0", "0.18.1", "0.19.0", "0.20.2", "0.33.0")
-# What VLLM_COMPAT says of each release: is the schedule where the graph reads it, is the text right for one request, and
+# What VLLM_COMPAT says of each release: is the schedule where the graph reads it, is the text right for one request,
+# and
 # for five padded to eight. 0.14.1 and 0.19 have the persistent buffers and the -1 rows, which is #33664.
 EXPECTED = {
     "0.14.1": (True, True, False),
@@ -32,7 +34,9 @@ EXPECTED = {
 def table(releases=RELEASES, folder: Path | None = None, hotfix: str = "off") -> list[tuple[Outcome, Outcome]]:
     """For each release its outcome with one request and with five, padded to eight."""
     roots = {release: sources(release, folder) for release in releases}
-    return [tuple(drive(release, root, hotfix=hotfix, batch=batch) for batch in (1, 5)) for release, root in roots.items()]
+    return [
+        tuple(drive(release, root, hotfix=hotfix, batch=batch) for batch in (1, 5)) for release, root in roots.items()
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         rows = table(releases, arguments.sources or Path(temporary), arguments.hotfix)
     record = {
         "schema": 1,
-        "provenance": provenance(releases, "python -m stalegraph.vllm.survey --record repro/recorded/sim/releases.json"),
+        "provenance": provenance(releases, COMMAND),
         "data": [asdict(outcome) for row in rows for outcome in row],
     }
     if arguments.record:

@@ -26,8 +26,9 @@ PLATFORMS = ("manylinux_2_24_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x
 def sources(release: str, folder: Path | None = None) -> Path:
     """The folder that holds the Python sources of vLLM `release` (".../vllm/v1/..." below it).
 
-    Looked for in STALEGRAPH_VLLM_SOURCES/<release>, then in `folder`/<release>; else pip downloads the wheel (250 to 500 MB), the
-    sources are taken out of it and it is deleted. Raises UsageError where there is neither folder nor wheel.
+    Looked for in STALEGRAPH_VLLM_SOURCES/<release>, then in `folder`/<release>; else pip downloads the wheel (250 to
+    500 MB), the sources are taken out of it and it is deleted. Raises UsageError where there is neither folder nor
+    wheel.
     """
     given = os.environ.get("STALEGRAPH_VLLM_SOURCES")
     for place in (given, folder):

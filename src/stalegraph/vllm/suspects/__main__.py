@@ -38,7 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
             for suspect in SUSPECTS
             if release in suspect.expected
         ]
-    record = {"schema": 1, "provenance": provenance(chosen, COMMAND), "data": [examination.to_json() for _, examination in found]}
+    data = [examination.to_json() for _, examination in found]
+    record = {"schema": 1, "provenance": provenance(chosen, COMMAND), "data": data}
     if arguments.record:
         arguments.record.parent.mkdir(parents=True, exist_ok=True)
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
@@ -52,7 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
         for _, examination in found:
             moved = [item["field"] for item in examination.fields if item["moved"] and item["read_by"]]
             wrong = f"{examination.wrong_steps} of {examination.steps} steps wrong"
-            print(f"{examination.release}  {examination.verdict:9}  {examination.suspect}: {wrong}; {', '.join(moved) or '-'}")
+            said = f"{examination.suspect}: {wrong}; {', '.join(moved) or '-'}"
+            print(f"{examination.release}  {examination.verdict:9}  {said}")
     return int(any(examination.verdict != suspect.expected[examination.release] for suspect, examination in found))
 
 

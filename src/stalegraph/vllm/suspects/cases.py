@@ -68,7 +68,7 @@ class FlashLayer:
 
 
 def linear_attention(release, find, cache_mode) -> Case:
-    """Linear attention (MiniMax-Text-01): with prefix caching ("align") the state indices are gathered afresh each step."""
+    """Linear attention (MiniMax-Text-01): in mode "align" the state indices are gathered afresh at each step."""
     module = find("backends.linear_attn")
     builder = module.LinearAttentionMetadataBuilder(MambaSpec(), ["layer"], config(mamba_cache_mode=cache_mode), "cpu")
     layers = vars(find("mamba.linear_attn", "minimax_linear_attn")).values()
@@ -93,9 +93,10 @@ def linear_attention(release, find, cache_mode) -> Case:
 
 
 def block_pooling(release, find) -> Case:
-    """Whisper's causal encoder with block pooling (Voxtral realtime): all metadata is a deep copy, made anew each step."""
+    """Whisper's causal encoder with block pooling (Voxtral): all metadata is a deep copy, made anew at each step."""
     flash, pool = find("flash_attn"), 2
-    backend = find("whisper_causal").create_whisper_attention_backend_with_block_pooling(flash.FlashAttentionBackend, pool)
+    whisper = find("whisper_causal")
+    backend = whisper.create_whisper_attention_backend_with_block_pooling(flash.FlashAttentionBackend, pool)
     spec = KVSpec(block_size=BLOCK_SIZE // pool, num_kv_heads=HEADS if release == "0.33.0" else HEADS * pool)
     builder = backend.get_builder_cls()(spec, ["layer"], config(), "cpu")
     runner, requests = Runner(release, find), 3
@@ -110,7 +111,7 @@ def block_pooling(release, find) -> Case:
 
 
 def shared_update(release, find) -> Case:
-    """FlashAttention with two KV cache groups of one spec: the second group's own plan is filled at capture only (V1)."""
+    """FlashAttention with two KV cache groups of one spec: the second's own plan is filled at capture only (V1)."""
     flash = find("flash_attn")
     builders = [flash.FlashAttentionMetadataBuilder(KVSpec(), ["layer"], config(), "cpu") for _ in range(2)]
     runner, requests = Runner(release, find, groups=2), 3

@@ -15,10 +15,10 @@ from stalegraph.vllm.guard import Item, spell, tensors
 
 @dataclass
 class Case:
-    """One suspect, ready to be driven: `build(step)` builds metadata (None: for capture), `forward(metadata)` runs the layer.
+    """One suspect to be driven: `build(step)` makes metadata (None: for capture), `forward(metadata)` runs a step.
 
-    `output` is where the layer writes; `state` what it changes besides. `kept` where the engine keeps the metadata of the
-    capture for as long as the graph: then the graph reads frozen values instead of freed memory.
+    `output` is where the layer writes; `state` what it changes besides. `kept` where the engine keeps the metadata of
+    the capture for as long as the graph: then the graph reads frozen values instead of freed memory.
     """
 
     builder: str
@@ -58,7 +58,7 @@ class Examination:
 
 
 def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[list, list, list]:
-    """Capture `case` once, replay it for `steps` further steps: (fields, (step, failure) of wrong steps, audit's findings).
+    """Capture `case`, replay `steps` further steps: (fields, (step, failure) of wrong steps, the audit's findings).
 
     With `persistent`, each step's metadata is copied into the tensors of the capture, as a sound builder would. Between
     steps odd-sized tensors are allocated and held, so that no fresh tensor lands on a freed address. Each replay is

@@ -14,7 +14,7 @@ from stalegraph.vllm.suspects.release import release_modules
 
 @dataclass(frozen=True)
 class Suspect:
-    """One question to a release: `make(release, find)` gives the Case; `expected` is the verdict last recorded for each release."""
+    """One question to a release: `make(release, find)` gives the Case, `expected` the verdict for each release."""
 
     name: str
     question: str
@@ -26,7 +26,8 @@ class Suspect:
 SUSPECTS = (
     Suspect(
         "linear attention, mamba_cache_mode align",
-        "MiniMax-Text-01 with prefix caching and full decode graphs: state_indices_tensor is gathered into a fresh tensor",
+        "MiniMax-Text-01 with prefix caching and full decode graphs: state_indices_tensor is gathered into a fresh "
+        "tensor",
         lambda release, find: linear_attention(release, find, "align"),
         {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "confirmed"},
         "linear-attention-align",
@@ -73,7 +74,7 @@ SUSPECTS = (
 
 
 def examine_release(suspect: Suspect, release: str, root: Path, steps: int = 12) -> Examination:
-    """Drive one suspect of one release, as it is and then with its moved fields kept in place, each on a fresh device."""
+    """Drive one suspect of one release, as it is and then with its fields kept in place, each on a fresh device."""
     case, fields, wrong, findings = _run(suspect, release, root, steps, persistent=False)
     _, _, wrong_persistent, _ = _run(suspect, release, root, steps, persistent=True)
     return Examination(

@@ -1,4 +1,4 @@
-"""A confirmed suspect as an issue that can be filed: what was found stands in the text, what was measured comes from the run."""
+"""A confirmed suspect as an issue that can be filed: the story stands in the text, the numbers come from the run."""
 
 from __future__ import annotations
 
@@ -18,69 +18,109 @@ class Story:
 
 STORIES = {
     "linear-attention-align": Story(
-        "Linear attention with mamba_cache_mode=align: full decode graphs read the state indices of their capture",
-        "`LinearAttentionMetadataBuilder` declares `UNIFORM_SINGLE_TOKEN_DECODE`, so its metadata is baked into full decode "
-        "graphs. In mode `align` its `state_indices_tensor` is the result of a gather (`mamba_get_block_table_tensor`), a new "
-        "tensor at each step. A captured decode kernel keeps the address of the capture's tensor, which is freed and handed on: "
-        "it reads and writes the states of slots that are not this step's. In mode `none` the tensor is a view of the "
-        "runner's block table and stays.",
-        "`vllm/v1/attention/backends/linear_attn.py` (`LinearAttentionMetadataBuilder.build`), "
-        "`vllm/v1/attention/backends/utils.py` (`mamba_get_block_table_tensor`).",
-        "Models on the plain linear attention backend (MiniMax-Text-01, MiniMax-M1) with `--enable-prefix-caching`, which puts "
-        "models without support for mode `all` into `align`, and a cudagraph mode with full decode graphs, the default for "
-        "hybrid models. Read from the configuration code of 0.15.0, not tried with a model.",
-        "A persistent int32 buffer of `max_num_seqs` entries in the builder, copied into when the batch is decode only and "
-        "full graphs are on, padded rows set to the pad slot; the Bailing subclass in the same file does so in 0.33.0.",
+        title="""
+            Linear attention with mamba_cache_mode=align: full decode graphs read the state indices of their capture
+        """,
+        what="""
+            `LinearAttentionMetadataBuilder` declares `UNIFORM_SINGLE_TOKEN_DECODE`, so its metadata is baked into
+            full decode graphs. In mode `align` its `state_indices_tensor` is the result of a gather
+            (`mamba_get_block_table_tensor`), a new tensor at each step. A captured decode kernel keeps the address
+            of the capture's tensor, which is freed and handed on: it reads and writes the states of slots that are
+            not this step's. In mode `none` the tensor is a view of the runner's block table and stays.
+        """,
+        where="""
+            `vllm/v1/attention/backends/linear_attn.py` (`LinearAttentionMetadataBuilder.build`),
+            `vllm/v1/attention/backends/utils.py` (`mamba_get_block_table_tensor`).
+        """,
+        reach="""
+            Models on the plain linear attention backend (MiniMax-Text-01, MiniMax-M1) with `--enable-prefix-
+            caching`, which puts models without support for mode `all` into `align`, and a cudagraph mode with full
+            decode graphs, the default for hybrid models. Read from the configuration code of 0.15.0, not tried with
+            a model.
+        """,
+        fix="""
+            A persistent int32 buffer of `max_num_seqs` entries in the builder, copied into when the batch is decode
+            only and full graphs are on, padded rows set to the pad slot; the Bailing subclass in the same file does
+            so in 0.33.0.
+        """,
     ),
     "whisper-block-pooling": Story(
-        "Whisper causal attention with block pooling: all metadata of a captured graph is freed (fixed by 0.33.0)",
-        "`WhisperCausalAttentionWithBlockPoolingBuilder.build` deep-copies the common metadata, so query_start_loc, seq_lens, "
-        "block_table and slot_mapping are new tensors at each step, while the builder inherits FlashAttention's support for "
-        "full graphs. Captured kernels read the capture's freed copies.",
-        "`vllm/model_executor/models/whisper_causal.py` (`create_whisper_attention_backend_with_block_pooling`).",
-        "Voxtral realtime and streaming, whose encoder runs inside the captured forward, with full graphs. 0.33.0 writes to "
-        "persistent buffers; by reading, 0.30.0 does so too.",
-        "Upgrade to a release that has the persistent buffers (0.30.0 or later).",
+        title="""
+            Whisper causal attention with block pooling: all metadata of a captured graph is freed (fixed by 0.33.0)
+        """,
+        what="""
+            `WhisperCausalAttentionWithBlockPoolingBuilder.build` deep-copies the common metadata, so
+            query_start_loc, seq_lens, block_table and slot_mapping are new tensors at each step, while the builder
+            inherits FlashAttention's support for full graphs. Captured kernels read the capture's freed copies.
+        """,
+        where="""
+            `vllm/model_executor/models/whisper_causal.py` (`create_whisper_attention_backend_with_block_pooling`).
+        """,
+        reach="""
+            Voxtral realtime and streaming, whose encoder runs inside the captured forward, with full graphs. 0.33.0
+            writes to persistent buffers; by reading, 0.30.0 does so too.
+        """,
+        fix="Upgrade to a release that has the persistent buffers (0.30.0 or later).",
     ),
     "microbatch-split": Story(
-        "V1 dual batch overlap: a request cut by the split leaves frozen seq_lens in full decode graphs",
-        "`_make_metadata_with_slice` makes `query_start_loc` anew for each microbatch, and clones `seq_lens` where the last "
-        "request of a microbatch continues in the next one. The wrapper keeps the capture's metadata alive, so the graph reads "
-        "values frozen at capture. In plain decode the frozen query starts equal those of every step and nothing is wrong. With "
-        "two queries per request (one speculated token) and an odd number of requests the split cuts a request, and the first "
-        "microbatch attends with the lengths of the capture.",
-        "`vllm/v1/worker/ubatch_utils.py` (`_make_metadata_with_slice`, `slice_query_start_locs`).",
-        "The V1 runner with `--enable-dbo`, speculative decoding, full decode graphs, and a batch whose middle token falls "
-        "inside a request. Nothing in the configuration of 0.15.0 refuses the combination; it was not tried with a model.",
-        "Write query_start_loc and seq_lens of each microbatch to persistent buffers (the V2 runner's overlap does, from 0.30.0 "
-        "on), or split at a request's boundary.",
+        title="V1 dual batch overlap: a request cut by the split leaves frozen seq_lens in full decode graphs",
+        what="""
+            `_make_metadata_with_slice` makes `query_start_loc` anew for each microbatch, and clones `seq_lens`
+            where the last request of a microbatch continues in the next one. The wrapper keeps the capture's
+            metadata alive, so the graph reads values frozen at capture. In plain decode the frozen query starts
+            equal those of every step and nothing is wrong. With two queries per request (one speculated token) and
+            an odd number of requests the split cuts a request, and the first microbatch attends with the lengths of
+            the capture.
+        """,
+        where="`vllm/v1/worker/ubatch_utils.py` (`_make_metadata_with_slice`, `slice_query_start_locs`).",
+        reach="""
+            The V1 runner with `--enable-dbo`, speculative decoding, full decode graphs, and a batch whose middle
+            token falls inside a request. Nothing in the configuration of 0.15.0 refuses the combination; it was not
+            tried with a model.
+        """,
+        fix="""
+            Write query_start_loc and seq_lens of each microbatch to persistent buffers (the V2 runner's overlap
+            does, from 0.30.0 on), or split at a request's boundary.
+        """,
     ),
 }
+
+
+SHOWN = """
+    The release's own builder and forward method, taken from its wheel, ran on a simulated GPU with the kernels below
+    them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
+    Odd-sized tensors were allocated between steps. In the fourth column each step's metadata was copied into the
+    tensors of the capture: that alone made the output right. Command: `{command}` (torch {torch}, {date}). It was not
+    run on a GPU.
+"""
+
+
+def _flow(text):
+    return " ".join(text.split())
 
 
 def report(name: str, examinations: list[dict], provenance: dict) -> str:
     """The issue text of story `name`, with a table of its examinations as `Examination.to_json` gives them."""
     story = STORIES[name]
-    rows = ["| vLLM | verdict | wrong steps | with the fields kept in place | moved and read by a captured kernel |", "|---|---|---|---|---|"]
+    command, date = provenance["command"].split(" --record")[0], provenance["date"][:10]
+    shown = _flow(SHOWN).format(command=command, torch=provenance["torch"], date=date)
+    head = ("vLLM", "verdict", "wrong steps", "with the fields kept in place", "moved and read by a captured kernel")
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for item in examinations:
-        read = [f"`{at['field']}` ({', '.join(at['read_by'])})" for at in item["fields"] if at["moved"] and at["read_by"]]
+        stale = [at for at in item["fields"] if at["moved"] and at["read_by"]]
+        read = [f"`{at['field']}` ({', '.join(at['read_by'])})" for at in stale]
         rows.append(
             f"| {item['release']} | {item['verdict']} | {item['wrong_steps']} of {item['steps']} "
             f"| {item['wrong_steps_persistent']} of {item['steps']} | {'; '.join(read) or 'none'} |"
         )
     return "\n\n".join(
         [
-            f"# {story.title}",
-            f"## What happens\n\n{story.what}",
-            f"## Where\n\n{story.where}",
-            "## How it was shown\n\nThe release's own builder and forward method, taken from its wheel, ran on a simulated GPU "
-            "with the kernels below them stood in for: one step captured, the next ones replayed, each compared with the same "
-            "step without a graph. Odd-sized tensors were allocated between steps. In the fourth column each step's metadata was "
-            "copied into the tensors of the capture: that alone made the output right. "
-            f"Command: `{provenance['command'].split(' --record')[0]}` (torch {provenance['torch']}, {provenance['date'][:10]}). "
-            "It was not run on a GPU.",
+            f"# {_flow(story.title)}",
+            f"## What happens\n\n{_flow(story.what)}",
+            f"## Where\n\n{_flow(story.where)}",
+            "## How it was shown\n\n" + shown,
             "\n".join(rows),
-            f"## Who can meet it\n\n{story.reach}",
-            f"## What would fix it\n\n{story.fix}",
+            f"## Who can meet it\n\n{_flow(story.reach)}",
+            f"## What would fix it\n\n{_flow(story.fix)}",
         ]
     ) + "\n"

@@ -21,7 +21,7 @@ class Runner:
         self.block_tables = [torch.zeros((MAX_REQUESTS, MAX_BLOCKS), dtype=torch.int32) for _ in range(groups)]
 
     def common(self, seq_lens, *, query_len=1, padded=None, group=0, max_seq_len=None):
-        """CommonAttentionMetadata for requests of `seq_lens` tokens and `query_len` queries, padded to `padded` requests."""
+        """Common metadata for requests of `seq_lens` tokens and `query_len` queries, padded to `padded` requests."""
         requests, padded = len(seq_lens), padded or len(seq_lens)
         starts = [min(at, requests) * query_len for at in range(padded + 1)]
         self.query_start_loc[: padded + 1] = torch.tensor(starts, dtype=torch.int32)
