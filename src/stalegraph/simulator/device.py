@@ -14,9 +14,9 @@ from stalegraph.simulator.allocator import Allocation, CachingAllocator
 from stalegraph.simulator.dispatch import Calls, Operators
 from stalegraph.simulator.events import AllocationEvent, Counters, StaleRead
 from stalegraph.simulator.graph import CUDAGraph
-from stalegraph.simulator.memory import Memory
+from stalegraph.simulator.memory import Memory, span
 from stalegraph.simulator.pinned import PinnedMemory
-from stalegraph.simulator.recorder import Recorder, span
+from stalegraph.simulator.recorder import Recorder
 
 MAX_SMS = 1024
 MIN_MEMORY, MAX_MEMORY = 1 << 22, 1 << 40  # bytes

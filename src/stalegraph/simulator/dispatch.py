@@ -7,8 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stalegraph.simulator.inference import infer
+from stalegraph.simulator.memory import span
 from stalegraph.simulator.operator import Operator
-from stalegraph.simulator.recorder import is_memcpy, span
+from stalegraph.simulator.recorder import is_memcpy
 
 _CPU = torch.device("cpu")
 _DEVICE, _HOST, _NUMBER = 1, 2, 4  # where the tensors of a call live: on the device, on the host, on the host and 0-dim

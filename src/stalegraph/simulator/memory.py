@@ -16,6 +16,13 @@ SPAN = 4  # bytes of addresses for each byte of memory: guards double the smalle
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MAP_POPULATE") else 0)  # Python 3.10 lacks the name
 
 
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element of `tensor`, strides included."""
+    if tensor.numel() == 0:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))) * tensor.itemsize
+
+
 class Addresses:
     """Reserved addresses from `base` to `base + size` (exclusive); nothing is resident before it is touched."""
 
@@ -56,6 +63,12 @@ class Addresses:
         """Lets go of what is resident; the bytes read as zero from now on."""
         if hasattr(self._mapping, "madvise"):
             self._mapping.madvise(mmap.MADV_DONTNEED, address - self._start, nbytes)
+
+    def clean(self) -> None:
+        """Lets go of everything where the first bytes are not zero any more."""
+        start = self.base - self._start
+        if any(self._bytes[start : start + 64]):
+            self.discard(self.base, self.size)
 
 
 class Memory(Addresses):

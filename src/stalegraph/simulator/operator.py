@@ -65,6 +65,8 @@ class Operator:
             or torch.Tag.data_dependent_output in overload.tags
             or torch.Tag.dynamic_output_shape in overload.tags
         )
+        # An operator that is not PyTorch's own may draw without saying so.
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags or not self.name.startswith("aten::")
         self.is_copy = self.name in _COPIES
         self.node_kind = "memset" if self.name in _FILLS else "kernel"
         self.kind = self._kind(schema)

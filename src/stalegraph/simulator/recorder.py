@@ -10,16 +10,10 @@ import torch
 from stalegraph.errors import CaptureError
 from stalegraph.nodes import Argument, Node
 from stalegraph.simulator.inference import infer
+from stalegraph.simulator.memory import span
 
 _BY_VALUE = (bool, int, float, str)
 _NOT_PERMITTED = "operation not permitted when stream is capturing"
-
-
-def span(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element of `tensor`, strides included."""
-    if tensor.numel() == 0:
-        return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))) * tensor.itemsize
 
 
 def is_memcpy(source: torch.Tensor, target: torch.Tensor) -> bool:
