@@ -38,6 +38,7 @@ class BlockNote:
     def __init__(self, address: int, nbytes: int, generation: int | None, now: MemoryMap):
         self.address, self.nbytes, self.generation, self.now = address, nbytes, generation, now
         self.made, self.stack, self.born, self.died, self.died_at, self.names = None, (), None, None, None, []
+        self.variable, self.read = None, False
 
     @property
     def end(self) -> int:
@@ -83,6 +84,7 @@ class Capture:
     begun: int = 0
     confirmed: set[tuple[int, str]] = field(default_factory=set)  # words that a second capture shows to be pointers
     snapshots: dict[str, torch.Tensor] = field(default_factory=dict)
+    suspects: dict[object, object] = field(default_factory=dict)  # captured note -> note of the newcomer of its name
     _index: list[tuple[int, int, int]] | None = None
 
     def read_nodes(self, graph) -> None:

@@ -18,6 +18,7 @@ from stalegraph.audit.storages import StorageBook
 from stalegraph.audit.witness import revive
 from stalegraph.blocks import DEFAULT_POOL, MemoryMap
 
+MOST_REPLAYS = 64  # after so many replays of a graph the program's variables are not looked at any more
 COMMON = (0, 1, -1)  # numbers that stand in so many calls that finding one proves nothing
 
 
@@ -35,7 +36,7 @@ class Now:
     ledger: Ledger | None = None
     captures: list[Capture] = field(default_factory=list)
     paused: Callable | None = None
-    step: int | None = None
+    variables: Callable[[], dict[str, torch.Tensor]] = dict  # what the program's variables hold now
 
 
 def judge(capture: Capture, now: Now, report: Report) -> list[Finding]:
@@ -44,6 +45,7 @@ def judge(capture: Capture, now: Now, report: Report) -> list[Finding]:
     explained: set = set()
     _fields(capture, now, report, explained)
     _owners(capture, now, report, explained)
+    _newcomers(capture, now, report, explained)
     _clobbered(capture, now, report)
     _raw_pointers(capture, now, report)
     _scalars(capture, now, report)
@@ -173,7 +175,7 @@ def _owners(capture, now, report, explained) -> None:
             # the dispatcher alone, since their operands can sit in descriptors.
             if touch.pinned or touch.op not in DESCRIBED:
                 continue
-        name = note.names[0] if note.names else (now_label(capture, note) or None)
+        name = _name(capture, note)
         moved = note.moved_to()
         if moved is not None:
             told = f"the storage of {name or touch.argument} was at 0x{note.address:x} and was moved to 0x{moved:x} by resize_."
@@ -202,22 +204,66 @@ def _owners(capture, now, report, explained) -> None:
         does = {"read": "reads", "write": "writes", "read-write": "reads and writes"}[touch.access]
         told = f"the graph {does} {name or touch.argument} at 0x{place['address']:x}, whose tensor is gone."
         since = owner.since if verdict == REUSED else note.died_at if note.died_at is not None else owner.since
+        newcomer = _newcomer(capture, now, note)
+        if newcomer is not None:
+            told = f"{name} was captured at 0x{place['address']:x} and is a new tensor at 0x{newcomer.address:x} now."
+        grown = newcomer is not None and newcomer.nbytes > note.nbytes
+        hazard = "B" if newcomer is None or (grown and not touch.writes) else "C" if grown else "A"
         report.add(
             Finding(
-                verdict, "B", message=told, field=name, owner=owner.text, since=since, stack=owner.stack,
+                verdict, hazard, message=told, field=name, owner=owner.text, since=since, stack=owner.stack,
                 dropped=note.died or (), **place,
             )
         )  # fmt: skip
+
+
+# A without a word from the caller
+def _newcomer(capture, now, note):
+    """The note of a tensor made since capture that bears the name that `note`'s had then, and is no smaller; or None."""
+    if note.variable is None or note.names or now.book is None:
+        return None
+    tensor = now.variables().get(note.variable)
+    other = now.book.find(tensor) if tensor is not None and tensor.numel() else None
+    if other is None or other is note or other.nbytes < note.nbytes or other.born is None or other.born < capture.begun:
+        return None
+    return other if capture.touch(other) is None else None
+
+
+def _newcomers(capture, now, report, explained) -> None:
+    """A tensor made anew for each replay that no op reads, under the name of one that the graph reads and nobody writes."""
+    if capture.sighting is None or now.ledger is None or capture.replays > MOST_REPLAYS:
+        return
+    for note, touch in capture.sighting.touches.items():
+        if note.variable is None or note in explained or not touch.reads or touch.writes or not note.intact():
+            continue
+        entry = now.ledger.entries.get(note)
+        if entry is None or entry.ever:
+            continue
+        before, after = capture.suspects.get(note), _newcomer(capture, now, note)
+        if after is not None and after.nbytes != note.nbytes:
+            after = None
+        if after is not None:
+            capture.suspects[note] = after
+        if before is None or after is None or before is after or before.read or after.read:
+            continue
+        told = (
+            f"each step makes a new {note.variable}, now at 0x{after.address:x}, that no op reads; the graph reads the one of "
+            f"the capture at 0x{note.address:x}, which nobody has written since."
+        )
+        owner = "the tensor that was captured, still held"
+        report.add(Finding(MOVED, "A", message=told, field=note.variable, owner=owner, **_place(capture, note)))
 
 
 # Their operands go into tensor maps or library structs, where no plain pointer needs to stand.
 DESCRIBED = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"))
 
 
-def now_label(capture, note) -> str | None:
-    """The label that the block of `note` had at capture."""
+def _name(capture, note) -> str | None:
+    """What to call a tensor: as declared, as its block was labelled at capture, or as a variable of the program then."""
+    if note.names:
+        return note.names[0]
     block = capture.memory.find(note.address) if capture.memory is not None else None
-    return block.label if block is not None else None
+    return (block.label if block is not None else None) or note.variable
 
 
 def _host_owner(capture, note, now) -> str | None:
@@ -314,7 +360,7 @@ def _clobbered(capture, now, report) -> None:
                 place = _place(capture, note)
                 place["argument"] = place["argument"] if touch.read_by is None else touch.read_by[1]
                 place["address"] = note.address
-                name = note.names[0] if note.names else now_label(capture, note)
+                name = _name(capture, note)
                 told = (
                     f"{name or 'a tensor'} was made during capture in a block that the graph has another use for: "
                     f"each replay lets {one.op} write over it."
@@ -489,7 +535,7 @@ def _lost_writes(capture, now, report) -> None:
             continue
         low, high = next(iter(touch.reads))
         first, last = next(iter(entry.lost))
-        name = note.names[0] if note.names else now_label(capture, note)
+        name = _name(capture, note)
         told = (
             f"each step writes bytes {first} to {last} of {name or touch.argument}'s buffer, which nobody reads, while the graph "
             f"reads bytes {low} to {high}, which nobody has written since capture."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
-from stalegraph.audit.hazards import HAZARDS, VERDICTS
+from stalegraph.audit.hazards import FREED, HAZARDS, REUSED, VERDICTS
 
 SCHEMA = 1
 NO_BROKEN_INVARIANT = "no broken invariant"
@@ -65,7 +65,13 @@ class Finding:
     def line(self) -> str:
         """One line for a log: where, what, and what to do."""
         where = "" if self.node is None else f" node {self.node} {self.node_name or ''}".rstrip()
-        return f"[{self.hazard} {self.verdict}] graph {self.graph}{where}: {self.message} {self.advice}".rstrip()
+        parts = [f"[{self.hazard} {self.verdict}] graph {self.graph}{where}: {self.message}"]
+        if self.verdict in (FREED, REUSED) and self.owner:
+            since = "" if self.since is None else f" since step {self.since}"
+            parts.append(f"The address belongs to {self.owner}{since}.")
+        if self.dropped:
+            parts.append(f"It was let go at {self.dropped[0]}.")
+        return " ".join([*parts, self.advice]).rstrip()
 
     def to_json(self) -> dict:
         record = asdict(self)

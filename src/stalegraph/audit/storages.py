@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import weakref
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
+
+from stalegraph.audit import tree
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 INSIDE = (
@@ -21,15 +25,41 @@ INSIDE = (
 )
 
 
+def _frames(depth: int) -> list:
+    frames, frame = [], sys._getframe(2)
+    while frame is not None and len(frames) < depth:
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
 def user_frames(depth: int = 3) -> tuple[str, ...]:
     """The innermost frames outside of torch and of this package, "file:line function", innermost first."""
-    frames, frame = [], sys._getframe(1)
-    while frame is not None and len(frames) < depth:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(INSIDE):
-            frames.append(f"{filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(frames)
+    return tuple(f"{one.f_code.co_filename}:{one.f_lineno} {one.f_code.co_name}" for one in _frames(depth))
+
+
+def variables(depth: int = 6) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what the program's innermost frames call by a variable: only names, nothing is judged by them."""
+    found = []
+    for frame in _frames(depth):
+        for name, value in _locals(frame):
+            if name.startswith("__") or isinstance(value, (type, ModuleType)):
+                continue
+            path = "" if name == "self" else name
+            found += tree.walk(value, path, most_depth=3, budget=500)
+    return found
+
+
+def _locals(frame) -> list[tuple[str, object]]:
+    """The variables of `frame`, which it must not keep alive afterwards."""
+    mapping = frame.f_locals
+    items = list(mapping.items())
+    # Before Python 3.13 the frame holds on to the dict that it made for this question, and so to every value in it.
+    # Three references: the frame's, ours and the call's; one more, and the program itself has asked for locals().
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(mapping) is dict and sys.getrefcount(mapping) <= 3:
+        mapping.clear()
+    return items
 
 
 @dataclass(eq=False)
@@ -47,7 +77,9 @@ class StorageNote:
     born: int | None = None
     died: tuple[str, ...] | None = None
     died_at: int | None = None
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # the caller's, as declared
+    variable: str | None = None  # what the program called it at capture
+    read: bool = False  # whether an op other than one that writes it has read it
 
     @property
     def end(self) -> int:

@@ -12,10 +12,11 @@ MAX_TENSORS = 100_000
 OPAQUE = ("numpy", "builtins", "functools", "logging", "weakref", "threading", "enum", "types", "_thread")
 
 
-def walk(value, path: str = "") -> list[tuple[str, torch.Tensor]]:
+def walk(value, path: str = "", most_depth: int = MAX_DEPTH, budget: int = 1_000_000) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor below `value`, e.g. "decode.num_splits" or "by_size[4].indices"; each object once.
 
-    A name below a tensor itself is `path`. Modules give their parameters and buffers.
+    A tensor itself has the name `path`. Modules give their parameters and buffers. At most `budget` objects are opened,
+    none deeper than `most_depth`.
     """
     found: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
@@ -25,8 +26,9 @@ def walk(value, path: str = "") -> list[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             found.append((name, value))
             continue
-        if depth >= MAX_DEPTH or id(value) in seen:
+        if depth >= most_depth or id(value) in seen or budget <= 0:
             continue
+        budget -= 1
         below = _below(value)
         if below:
             seen.add(id(value))

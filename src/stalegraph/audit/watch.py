@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stalegraph.audit import hooks, rules
 from stalegraph.audit.backend import Cuda, Simulated
@@ -16,7 +17,7 @@ from stalegraph.audit.judge import Now, judge
 from stalegraph.audit.ledger import Ledger
 from stalegraph.audit.pointers import pointers
 from stalegraph.audit.report import Finding, Report
-from stalegraph.audit.storages import StorageBook
+from stalegraph.audit.storages import StorageBook, variables
 from stalegraph.audit.witness import Sight, Sighting, Witness
 from stalegraph.errors import StaleReadError, UsageError
 from stalegraph.simulator import current_device
@@ -141,8 +142,16 @@ class Watch:
                 memory.append(backend.memory_map())
             return memory[0]
 
+        named_now: list = []
+
+        def by_variable():
+            if not named_now:
+                named_now.append(self._variables())
+            return named_now[0]
+
         now = Now(
-            memory_map, book=self.book, ledger=self.ledger, captures=self.captures, paused=backend.paused, step=self.tick
+            memory_map, book=self.book, ledger=self.ledger, captures=self.captures, paused=backend.paused,
+            variables=by_variable,
         )  # fmt: skip
         self._sight.paused += 1
         try:
@@ -204,6 +213,7 @@ class Watch:
         except Exception as error:
             self._report.miss(f"the memory of graph {capture.index}", str(error).splitlines()[0], capture.index)
         self._note_fields(capture)
+        self._note_variables(capture)
         self.captures.append(capture)
         self._by_graph[graph] = capture
         for note in capture.sighting.touches:
@@ -229,6 +239,26 @@ class Watch:
             capture.scalars.setdefault(name, value)
         for name, value in now.work.items():
             capture.work.setdefault(name, value)
+
+    def _note_variables(self, capture: Capture) -> None:
+        for name, tensor in self._variables().items():
+            note = self.book.find(tensor) if tensor.numel() else None
+            if note is not None and note.variable is None:
+                note.variable = name
+
+    def _variables(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor of the program's own variables, the innermost frame's first."""
+        self._sight.paused += 1
+        try:
+            found = {}
+            for name, tensor in variables():
+                if type(tensor) is not FakeTensor:
+                    found.setdefault(name, tensor)
+            return found
+        except Exception:  # names are a courtesy: a program's own attribute may raise
+            return {}
+        finally:
+            self._sight.paused -= 1
 
     def replay_begins(self, graph) -> None:
         """Called before each replay: the moment at which everything must be right."""
@@ -300,7 +330,8 @@ class Watch:
         report = self._report
         report.graphs = len(self.captures) + len(self._strangers)
         report.replays = self.tick
-        report.pointers = []
+        if pointers_too:
+            report.pointers = []
         for capture in self.captures:
             graph = capture.graph()
             if graph is not None and graph in self._by_graph:

@@ -221,6 +221,7 @@ class Witness(TorchDispatchMode):
         if touch is None:
             touch = capture.touches[note] = Touch(note, op, name, pinned=tensor.device.type == "cpu" and _pinned(tensor))
         bytes_ = ranges(tensor)
+        note.read = note.read or not write
         if not write or (op.endswith("_") and op not in OVERWRITES):
             for low, high in bytes_:
                 missing = touch.writes.missing(low, high)
@@ -243,6 +244,7 @@ class Witness(TorchDispatchMode):
                 continue
             if not write or (op.endswith("_") and op not in OVERWRITES):
                 if op not in SHAPE_ONLY:
+                    note.read = note.read or not write
                     self.ledger.host_reads(note, ranges(tensor))
             if write:
                 self.ledger.host_writes(note, ranges(tensor), op)

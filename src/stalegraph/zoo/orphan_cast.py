@@ -9,7 +9,7 @@ from stalegraph.zoo.replica import ROWS, Expected, Replica, fresh
 
 class Buggy(Replica):
     report = "pytorch #170646"
-    expected = Expected("B", ("freed", "reused"), "other")
+    expected = Expected("B", ("freed", "reused"), "scale")
 
     def prepare(self):
         self.values = self.full(ROWS, 1.0)

@@ -7,7 +7,7 @@ from stalegraph.zoo.replica import ROWS, Expected, Replica, fresh
 
 class Buggy(Replica):
     report = "TensorRT-LLM #16290, AITER #5393"
-    expected = Expected("E", ("reused",), "self")
+    expected = Expected("E", ("reused",), "topk")
 
     def prepare(self):
         self.values = self.full(ROWS, 1.0)

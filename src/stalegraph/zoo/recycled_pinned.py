@@ -7,7 +7,7 @@ from stalegraph.zoo.replica import ROWS, Expected, Replica, fresh
 
 class Buggy(Replica):
     report = "the host's side of pytorch #170646"
-    expected = Expected("J2", ("freed", "reused"), "src")
+    expected = Expected("J2", ("freed", "reused"), "pinned")
 
     def prepare(self):
         self.values = self.full(ROWS, 1.0)
