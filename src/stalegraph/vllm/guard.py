@@ -233,6 +233,19 @@ class Guard:
                     groups.append(self.group((at, layer), metadata))
         return groups
 
+    def step(self, graph, key, attn_metadata, call):
+        """V1: run a step, `call()`, that replays `graph()`, or captures it where there is none yet."""
+        known = graph()
+        if known is not None:
+            self.replayed(known, attn_metadata)
+            return call()
+        # Before the call: what appears on the metadata during it was planned inside the graph.
+        groups = self.groups(attn_metadata)
+        output = call()
+        if graph() is not None:
+            self.records[graph()] = (_batch(key), groups or [])
+        return output
+
     @_never_in_the_way
     def replayed(self, graph, attn_metadata) -> None:
         """V1: compare the metadata of this step with what `graph` captured."""
@@ -347,17 +360,11 @@ def _watch_v1(module):
             if context.cudagraph_runtime_mode != full or not context.attn_metadata:
                 return original(wrapper, *args, **kwargs)
             key = context.batch_descriptor
-            entry = wrapper.concrete_cudagraph_entries.get(key)
-            if entry is not None and entry.cudagraph is not None:
-                guard.replayed(entry.cudagraph, context.attn_metadata)
-                return original(wrapper, *args, **kwargs)
-            # Before the call: what appears on the metadata during it was planned inside the graph.
-            groups = guard.groups(context.attn_metadata)
-            output = original(wrapper, *args, **kwargs)
-            entry = wrapper.concrete_cudagraph_entries.get(key)
-            if entry is not None and entry.cudagraph is not None:
-                guard.records[entry.cudagraph] = (_batch(key), groups or [])
-            return output
+
+            def graph():
+                return getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
+
+            return guard.step(graph, key, context.attn_metadata, lambda: original(wrapper, *args, **kwargs))
 
         return __call__
 
@@ -378,14 +385,11 @@ def _watch_microbatches(module):
             if slices is None or not metadata or context.cudagraph_runtime_mode != full or _guard is not guard:
                 return original(wrapper, *args, **kwargs)
             key = sum(piece.token_slice.stop - piece.token_slice.start for piece in slices)
-            if key in wrapper.cudagraphs:
-                guard.replayed(wrapper.cudagraphs[key].cudagraph, metadata)
-                return original(wrapper, *args, **kwargs)
-            groups = guard.groups(metadata)
-            output = original(wrapper, *args, **kwargs)
-            if key in wrapper.cudagraphs:
-                guard.records[wrapper.cudagraphs[key].cudagraph] = (key, groups or [])
-            return output
+
+            def graph():
+                return getattr(wrapper.cudagraphs.get(key), "cudagraph", None)
+
+            return guard.step(graph, key, metadata, lambda: original(wrapper, *args, **kwargs))
 
         return __call__
 
