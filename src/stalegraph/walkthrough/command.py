@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -130,7 +130,7 @@ def run_walkthrough(chosen, parameters: dict, out: Path, say=print, timeout: int
 def _run_all(chosen, parameters, scratch, say, timeout) -> list[Outcome]:
     outcomes: dict[str, Outcome] = {}
     # Fresh processes, so that a notebook's peak memory is its own kernel's and no state leaks from one into the next.
-    with ProcessPoolExecutor(AT_ONCE, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {}
         for one in chosen:
             if one.problem is not None:
@@ -139,13 +139,18 @@ def _run_all(chosen, parameters, scratch, say, timeout) -> list[Outcome]:
                 continue
             own = {name: value for name, value in parameters.items() if name in one.parameters}
             limit = {} if timeout is None else {"timeout": timeout}
-            job = pool.submit(execute, one.path, scratch / one.path.name, one.title, one.claim, own, **limit)
+            job = pool.submit(_in_fresh_process, one.path, scratch / one.path.name, one.title, one.claim, own, **limit)
             jobs[job] = one
         for job in as_completed(jobs):
             outcome = outcomes[jobs[job].name] = job.result()
             tail = "" if outcome.trouble is None else f": {outcome.trouble}"
             say(f"{outcome.notebook}: {outcome.verdict} ({outcome.seconds:.1f} s){tail}")
     return [outcomes[one.name] for one in chosen]
+
+
+def _in_fresh_process(*arguments, **limit) -> Outcome:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(execute, *arguments, **limit).result()
 
 
 def provenance(parameters: dict) -> dict:

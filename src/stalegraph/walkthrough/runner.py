@@ -57,6 +57,7 @@ class Outcome:
 def execute(source: Path, output: Path, title: str, claim: str, parameters: dict, timeout: int = CELL_SECONDS) -> Outcome:
     """Run `source` in a fresh kernel of this very interpreter and write the executed notebook to `output`."""
     _prepare_environment()
+    _send_stderr_to(output.with_suffix(".log"))
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
@@ -95,6 +96,12 @@ def _prepare_environment() -> None:
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
+
+
+def _send_stderr_to(log: Path) -> None:
+    """What the kernel's C code prints goes beside the executed notebook; this process runs one notebook and ends."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 2)
 
 
 def _peak_mb() -> float:
