@@ -1,4 +1,4 @@
-"""What two of vLLM's attention kernels compute, slowly and in the open, so that a captured graph of them can be read.
+"""What some of vLLM's attention kernels compute, slowly and in the open, so that a captured graph of them can be read.
 
 Each is one graph node on the simulated GPU, with the argument names of the kernel it stands for. They read lengths,
 tables and plans from memory at each launch, as the real kernels do; that is all that matters to a stale address.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from stalegraph import ops
 from stalegraph.errors import IllegalAddressError
 
 _library = torch.library.Library("stalegraph", "FRAGMENT")
@@ -108,3 +109,21 @@ def linear_decode_forward_triton(q, k, v, kv_cache, slope_rate, slot_id, block_s
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[3]), dtype=q.dtype, device=q.device)
     torch.ops.stalegraph.linear_decode(q, k, v, kv_cache, slope_rate, slot_id, out)
     return out
+
+
+def dense_decode_fwd(
+    q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, tile_scheduler_metadata, num_splits, *_
+):
+    """FlashMLA's decode as its Python interface calls it: plans first where no plan is given, and hands the plan back.
+
+    From 0.20.0 on the interface also passes an output, which vLLM's dense decode leaves None.
+    """
+    if tile_scheduler_metadata is None:
+        heads = q.shape[1] * q.shape[2]
+        tile_scheduler_metadata, num_splits = ops.get_mla_metadata_dense_fp8(cache_seqlens, heads, 1)
+    one = torch.ones(1, device=q.device)
+    out, lse = ops.flash_mla_with_kvcache_fp8(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
+        one, one,
+    )  # fmt: skip
+    return out, lse, tile_scheduler_metadata, num_splits

@@ -80,6 +80,13 @@ def _decode_fp8(**arguments):
     return ops.flash_mla_with_kvcache_fp8(**arguments)
 
 
+ARITHMETIC = {
+    "cdiv": lambda x, y: -(-x // y),
+    "round_down": lambda x, y: x // y * y,
+    "round_up": lambda x, y: -(-x // y) * y,
+}
+
+
 def kernel_names(release: str) -> dict:
     """The names of `vllm.v1.attention.ops.flashmla` in `release`, ending in our ops."""
     if release.startswith("0.14."):
@@ -101,15 +108,10 @@ def kernel_names(release: str) -> dict:
 def names(release: str, sm_count: int) -> dict:
     """The stubbed names whose values matter to the decode path of `release`."""
     is_quantized = {"is_quantized_kv_cache": lambda dtype: dtype.startswith("fp8")}
-    arithmetic = {
-        "cdiv": lambda x, y: -(-x // y),
-        "round_down": lambda x, y: x // y * y,
-        "round_up": lambda x, y: -(-x // y) * y,
-    }
     return {
         "vllm.v1.attention.ops.flashmla": kernel_names(release),
         "vllm.utils.platform_utils": {"num_compute_units": lambda *_: sm_count},
-        "vllm.utils.math_utils": arithmetic,
+        "vllm.utils.math_utils": ARITHMETIC,
         "vllm.utils.torch_utils": is_quantized,
         "vllm.v1.kv_cache_interface": {**is_quantized, "AttentionSpec": AttentionSpec},
         "vllm.distributed.parallel_state": {"get_dcp_group": _no_group},
@@ -129,8 +131,8 @@ def backend(release: str, root: Path, sm_count: int):
         yield importlib.import_module(BACKEND)
 
 
-def vllm_config(*, num_heads=16, max_num_seqs=8, max_model_len=1024, full_graphs=True):
-    """What the builders read of a VllmConfig, for a DeepSeek-V2-shaped model with an FP8 cache."""
+def vllm_config(*, num_heads=16, max_num_seqs=8, max_model_len=1024, full_graphs=True, cache_dtype="fp8"):
+    """What the builders read of a VllmConfig, for a DeepSeek-V2-shaped model."""
     ranks = dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     layer = settings(num_heads=num_heads, **ranks)
     return settings(
@@ -145,7 +147,7 @@ def vllm_config(*, num_heads=16, max_num_seqs=8, max_model_len=1024, full_graphs
             decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1
         ),
         scheduler_config=settings(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_model_len),
-        cache_config=settings(cache_dtype="fp8", block_size=64),
+        cache_config=settings(cache_dtype=cache_dtype, block_size=64),
         compilation_config=settings(
             cudagraph_mode=settings(has_full_cudagraphs=lambda: full_graphs),
             static_forward_context={"layer": layer},
@@ -223,11 +225,11 @@ class BuiltMetadata:
         self.tile_scheduler_metadata, self.num_splits = planned.tile_scheduler_metadata, planned.num_splits
 
 
-def release_attention(module, num_heads=16):
-    """An attention step through the release's own FlashMLAImpl, without its constructor, which asks the platform."""
+def decode_method(module, num_heads=16, cache_dtype="fp8"):
+    """The decode method of a release's FlashMLAImpl, made without its constructor, which asks the platform."""
     implementation = object.__new__(module.FlashMLAImpl)
     vars(implementation).update(
-        kv_cache_dtype="fp8",
+        kv_cache_dtype=cache_dtype,
         kv_lora_rank=512,
         scale=SOFTMAX_SCALE,
         num_heads=num_heads,
@@ -235,10 +237,16 @@ def release_attention(module, num_heads=16):
     )
     # `forward_mqa`, or `_forward_decode` to 0.15.1.
     name = "forward_mqa" if hasattr(module.FlashMLAImpl, "forward_mqa") else "_forward_decode"
+    return getattr(implementation, name)
+
+
+def release_attention(module):
+    """The reciter's attention step through the release's own decode method."""
+    decode_step = decode_method(module)
 
     def attention(model, q, cache, metadata):
         layer = settings(_q_scale=model.one, _k_scale=model.one)
-        return getattr(implementation, name)(q[:, 0], cache[:, :, 0], metadata.vllm, layer)[0]
+        return decode_step(q[:, 0], cache[:, :, 0], metadata.vllm, layer)[0]
 
     return attention
 

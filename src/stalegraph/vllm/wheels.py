@@ -16,6 +16,7 @@ MEMBERS = (
     "vllm/v1/attention/",
     "vllm/v1/worker/",
     "vllm/compilation/cuda_graph.py",
+    "vllm/third_party/flashmla/",
     "vllm/model_executor/layers/attention/",
     "vllm/model_executor/layers/mamba/linear",
     "vllm/model_executor/models/whisper_causal.py",

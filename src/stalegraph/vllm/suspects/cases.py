@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from stalegraph.vllm import kernels
-from stalegraph.vllm.sources import settings
+from stalegraph.vllm.sources import decode_method, settings, vllm_config
 from stalegraph.vllm.suspects.examination import Case
 from stalegraph.vllm.suspects.release import (
     BLOCK_SIZE,
@@ -159,3 +159,36 @@ def microbatches(release, find, query_len, padded=None, requests=4) -> Case:
 
     # UBatchWrapper keeps the forward contexts of the capture beside its graph.
     return Case("split_attn_metadata", build, forward, output, kept=True)
+
+
+def reused_plan(release, find) -> Case:
+    """FlashMLA's bf16 decode under the V2 runner, which to 0.21.0 captures with the metadata object of the warm-up.
+
+    The first decode plans and stores the plan on that object. Captured with an object that has a plan, the graph has no
+    planner in it. The FP8 kernel stands in for the bf16 one, whose schedule means the same.
+    """
+    flash, interface = find("mla.flashmla"), find("flash_mla_interface")
+    interface.flash_mla_cuda = SimpleNamespace(dense_decode_fwd=kernels.dense_decode_fwd)
+    flash.get_mla_metadata, flash.flash_mla_with_kvcache = interface.get_mla_metadata, interface.flash_mla_with_kvcache
+    config = vllm_config(max_num_seqs=MAX_REQUESTS, max_model_len=64 * MAX_BLOCKS, cache_dtype="auto")
+    builder = flash.FlashMLAMetadataBuilder(KVSpec(block_size=64, num_kv_heads=1), ["layer"], config, "cpu")
+    decode = decode_method(flash, cache_dtype="auto")
+    runner, requests = Runner(release, find), 2
+    query = _numbers(requests, 16, 576, seed=1).to(torch.float8_e4m3fn)
+    cache = _numbers(1 + requests * MAX_BLOCKS, 64, 576, seed=2).to(torch.float8_e4m3fn)
+    layer = settings(_q_scale=torch.ones(1), _k_scale=torch.ones(1))
+    output = torch.zeros((requests, 16, 512), dtype=torch.bfloat16)
+
+    def forward(metadata):
+        output.copy_(decode(query, cache, metadata, layer)[0])
+
+    def build(step, fresh_for_capture=tuple(map(int, release.split(".")[:2])) >= (0, 22)):
+        lengths = [1] * requests if step is None else [60 + 30 * step + at for at in range(requests)]
+        metadata = builder.build(0, runner.common(lengths))
+        if step is not None:
+            return metadata
+        forward(metadata)  # warm-up
+        return builder.build(0, runner.common(lengths)) if fresh_for_capture else metadata
+
+    name = f"{type(builder).__name__} (bf16)"
+    return Case(name, build, forward, output, sound_build=lambda step: build(step, fresh_for_capture=True))

@@ -27,6 +27,7 @@ class Case:
     output: torch.Tensor
     state: tuple = ()
     kept: bool = False
+    sound_build: Callable | None = None  # instead of keeping fields in place, where the builder has nothing to copy
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Examination:
     wrong_steps_persistent: int  # of the same run with the moved fields in persistent tensors
     first_wrong: int | None
     fields: list = field(default_factory=list)
-    findings: list = field(default_factory=list)  # of the audit, before the last replay
+    findings: list = field(default_factory=list)  # of the audit, before the first replay
     failure: str | None = None
 
     @property
@@ -62,9 +63,10 @@ def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[l
 
     With `persistent`, each step's metadata is copied into the tensors of the capture, as a sound builder would. Between
     steps odd-sized tensors are allocated and held, so that no fresh tensor lands on a freed address. Each replay is
-    compared with the same step run without a graph, from the same state. The audit looks before the last replay.
+    compared with the same step run without a graph, from the same state. The audit looks before the first replay.
     """
-    metadata = case.build(None)
+    build = case.sound_build if persistent and case.sound_build else case.build
+    metadata = build(None)
     own = {path: tensor for path, tensor in _fields(device, metadata)} if persistent else {}
     captured = {spell(path): (tensor.data_ptr(), tensor.nbytes) for path, tensor in _fields(device, metadata)}
     notes = note(metadata)
@@ -78,13 +80,13 @@ def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[l
     for step in range(steps):
         # Small numbers are valid as lengths, slots and pages: a stale read stays silent, as it mostly does on hardware.
         held += [torch.full((size,), 2, dtype=torch.int32) for size in (3, 5, 9, 17, 33, 120, 130)]
-        metadata = case.build(step)
+        metadata = build(step)
         for path, tensor in list(_fields(device, metadata)):
             if path in own and tensor.data_ptr() != own[path].data_ptr():
                 tensor = _put(metadata, path, own[path].copy_(tensor))
             if spell(path) in seen:
                 seen[spell(path)].add(tensor.data_ptr())
-        if step == steps - 1:
+        if step == 0:
             report = audit(graph, device=device, fields=metadata, captured=notes)
             findings = [_brief(finding) for finding in report.findings]
         before = [tensor.clone() for tensor in case.state]
@@ -107,7 +109,8 @@ def examine(device, case: Case, steps: int, persistent: bool = False) -> tuple[l
             # Offsets in the simulated device's memory: the same in every run.
             "captured": hex(address - device.memory.base),
             "replayed": [hex(found - device.memory.base) for found in sorted(seen[path])],
-            "moved": bool(seen[path] - {address}),
+            # A field that no step brings again is as stale as one that lies elsewhere.
+            "moved": seen[path] != {address},
             "read_by": _readers(graph, address, nbytes),
         }
         for path, (address, nbytes) in sorted(captured.items())

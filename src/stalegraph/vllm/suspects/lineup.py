@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stalegraph.simulator import Device
-from stalegraph.vllm.suspects.cases import block_pooling, linear_attention, microbatches, shared_update
+from stalegraph.vllm.suspects.cases import block_pooling, linear_attention, microbatches, reused_plan, shared_update
 from stalegraph.vllm.suspects.examination import Examination, examine
 from stalegraph.vllm.suspects.release import release_modules
 
@@ -69,6 +69,13 @@ SUSPECTS = (
         lambda release, find: microbatches(release, find, 2, requests=3),
         {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "confirmed"},
         "microbatch-split",
+    ),
+    Suspect(
+        "FlashMLA bf16 plan reused from the warm-up, V2 runner",
+        "the V2 runner to 0.21.0 captures with the warm-up's metadata, which carries a plan by then",
+        reused_plan,
+        {"0.15.0": "confirmed", "0.20.2": "confirmed", "0.33.0": "cleared"},
+        "v2-flashmla-bf16-plan",
     ),
 )
 

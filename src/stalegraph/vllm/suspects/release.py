@@ -12,7 +12,7 @@ import torch
 
 from stalegraph.errors import UsageError
 from stalegraph.vllm import kernels
-from stalegraph.vllm.sources import settings
+from stalegraph.vllm.sources import ARITHMETIC, settings
 from stalegraph.vllm.stubs import stubbed
 
 BACKENDS = "vllm.v1.attention.backends"
@@ -21,11 +21,15 @@ REAL = (
     f"{BACKENDS}.utils",
     f"{BACKENDS}.flash_attn",
     f"{BACKENDS}.linear_attn",
+    f"{BACKENDS}.mla.flashmla",
+    "vllm.model_executor.layers.attention.mla_attention",
+    "vllm.third_party.flashmla.flash_mla_interface",
     "vllm.v1.worker.ubatch_utils",
     "vllm.model_executor.models.whisper_causal",
     "vllm.model_executor.layers.mamba.linear_attn",
     "vllm.model_executor.layers.mamba.linear.minimax_linear_attn",
 )
+SM_COUNT = 132
 BLOCK_SIZE = 16  # tokens per KV block
 HEADS, HEAD_DIM = 2, 8
 MAX_REQUESTS, MAX_BLOCKS = 8, 8  # of a batch, and of KV blocks per request
@@ -80,11 +84,12 @@ def _names():
             "is_quantized_kv_cache": specs["is_quantized_kv_cache"],
             "canonicalize_singleton_dim_strides": lambda tensor: tensor,
         },
-        "vllm.utils.math_utils": {"cdiv": lambda x, y: -(-x // y), "round_up": lambda x, y: -(-x // y) * y},
+        "vllm.utils.math_utils": ARITHMETIC,
         "vllm.distributed.parallel_state": {
             "get_dcp_group": no_group,
             "get_dcp_world_size_and_rank": lambda *_: (1, 0),
         },
+        "vllm.utils.platform_utils": {"num_compute_units": lambda *_: SM_COUNT},
         "vllm.distributed": {"get_tensor_model_parallel_world_size": lambda: 1},
         "vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: False},
         "vllm.model_executor.layers.lightning_attn": {
@@ -108,7 +113,8 @@ def release_modules(release: str, root: Path):
 
     # A deep copy of a tensor copies its storage below torch's dispatcher, where the simulated device does not see it.
     deep_copy = patch.object(torch.Tensor, "__deepcopy__", lambda tensor, memo: tensor.clone())
-    with stubbed(root, real, _names()), deep_copy:
+    properties = patch("torch.cuda.get_device_properties", lambda *_: settings(multi_processor_count=SM_COUNT))
+    with stubbed(root, real, _names()), deep_copy, properties:
         yield find
 
 

@@ -14,9 +14,30 @@ class Story:
     where: str
     reach: str
     fix: str
+    remedy: str = "with each step's metadata copied into the tensors of the capture"
 
 
 STORIES = {
+    "v2-flashmla-bf16-plan": Story(
+        title="V2 runner to 0.21.0: bf16 FlashMLA decode graphs keep the plan of their warm-up (fixed by 0.22.0)",
+        what="""
+            FlashMLA's bf16 decode plans at its first call with a metadata object and stores the plan on it. The V2
+            runner warms up and captures with one and the same object, so the capture finds a plan and puts no
+            planner into the graph. What it has baked in are the warm-up's plan tensors: made for sequences of one
+            token, written by no step, and freed with the metadata, so that a replay obeys whatever lies there then.
+        """,
+        where="""
+            `vllm/v1/worker/gpu/cudagraph_utils.py` (`CudaGraphManager.capture`),
+            `vllm/third_party/flashmla/flash_mla_interface.py` (`flash_mla_with_kvcache`).
+        """,
+        reach="""
+            Any MLA model on the FLASHMLA backend with a bf16 cache, `VLLM_USE_V2_MODEL_RUNNER=1` and full decode
+            graphs, in the releases from 0.15.0 to 0.21.0. The V1 runner builds metadata anew for each capture. The
+            sparse builder plans the same way, by reading. Not tried with a model.
+        """,
+        fix="Build metadata anew between warm-up and capture, which the V2 runner does from 0.22.0 on.",
+        remedy="with metadata built anew between warm-up and capture",
+    ),
     "linear-attention-align": Story(
         title="""
             Linear attention with mamba_cache_mode=align: full decode graphs read the state indices of their capture
@@ -89,8 +110,8 @@ STORIES = {
 SHOWN = """
     The release's own builder and forward method, taken from its wheel, ran on a simulated GPU with the kernels below
     them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
-    Odd-sized tensors were allocated between steps. In the fourth column each step's metadata was copied into the
-    tensors of the capture: that alone made the output right. Command: `{command}` (torch {torch}, {date}). It was not
+    Odd-sized tensors were allocated between steps. The fourth column is the same run {remedy}: that alone
+    made the output right. Command: `{command}` (torch {torch}, {date}). It was not
     run on a GPU.
 """
 
@@ -103,14 +124,17 @@ def report(name: str, examinations: list[dict], provenance: dict) -> str:
     """The issue text of story `name`, with a table of its examinations as `Examination.to_json` gives them."""
     story = STORIES[name]
     command, date = provenance["command"].split(" --record")[0], provenance["date"][:10]
-    shown = _flow(SHOWN).format(command=command, torch=provenance["torch"], date=date)
-    head = ("vLLM", "verdict", "wrong steps", "with the fields kept in place", "moved and read by a captured kernel")
+    shown = _flow(SHOWN).format(remedy=story.remedy, command=command, torch=provenance["torch"], date=date)
+    head = ("vLLM", "verdict", "wrong steps", "with the remedy", "stale and read by a captured kernel")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for item in examinations:
         stale = [at for at in item["fields"] if at["moved"] and at["read_by"]]
         read = [f"`{at['field']}` ({', '.join(at['read_by'])})" for at in stale]
+        wrong = f"{item['wrong_steps']} of {item['steps']}"
+        if item["failure"]:
+            wrong = f"stopped at step {item['first_wrong']}: {item['failure'].split(':')[0]}"
         rows.append(
-            f"| {item['release']} | {item['verdict']} | {item['wrong_steps']} of {item['steps']} "
+            f"| {item['release']} | {item['verdict']} | {wrong} "
             f"| {item['wrong_steps_persistent']} of {item['steps']} | {'; '.join(read) or 'none'} |"
         )
     return "\n\n".join(
