@@ -19,7 +19,7 @@ class Buggy(Replica):
             topk = self.values * 2.0
         pool = indexer.pool()
         with attention.capture(pool=pool):
-            self.out = topk + 1.0
+            self.out = self.observe(topk + 1.0)
         self.keep(topk)
         del topk
         with sampler.capture(pool=pool):

@@ -1,0 +1,149 @@
+"""`stalegraph scoreboard`: which detector finds which class of bug with its cause, from runs; 'not run' where not run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from stalegraph import recorded, zoo
+from stalegraph.errors import RungUnavailable
+from stalegraph.zoo import detectors
+
+SCHEMA = 1
+RECORD = "h200/zoo"
+OURS_SIM, OURS_CUDA = "stalegraph (sim)", "stalegraph (CUDA)"
+POINTERS = "data_ptr comparison"
+# Detectors that need a GPU: title -> (job of the recording, why it cannot run without one or None, the look).
+ON_GPU = {
+    "torch input liveness": ("liveness", detectors.missing_liveness, detectors.liveness),
+    "compute-sanitizer memcheck": ("memcheck", detectors.missing_memcheck, lambda name, form, _: detectors.memcheck(name, form)),
+    "torch-cudagraph-debug 0.2.0": ("value_probes", detectors.missing_value_probes, detectors.value_probes),
+}
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One detector on one replica: `found` in the buggy form and what it said.
+
+    `found`: "cause" (the right tensor or number by name), "symptom", "nothing", "clear" (silent on the control), "not run".
+    `fixed` is what it made of the fixed twin; `source` is "run here", a recording's caption, or why it was not run.
+    """
+
+    detector: str
+    replica: str
+    hazard: str
+    found: str
+    said: str
+    fixed: str
+    source: str
+
+    def short(self) -> str:
+        mark = {"cause": "CAUSE", "symptom": "symptom", "nothing": "-"}.get(self.found, self.found)
+        return f"{mark} (false alarm)" if self.fixed == detectors.FALSE_ALARM else mark
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rung", choices=("sim", "cuda"), help="run on this and nothing else (default: sim, and cuda where there is a GPU)")
+
+
+def main(args) -> int:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if args.rung == "cuda" and not gpu:
+        raise RungUnavailable("rung is 'cuda' and there is no CUDA device; allowed: sim, beside the recorded rows")
+    cells = scoreboard(run_sim=args.rung != "cuda", run_cuda=gpu and args.rung != "sim")
+    if args.json:
+        print(json.dumps({"schema": SCHEMA, "cells": [asdict(cell) for cell in cells], "missed": missed(cells)}))
+    else:
+        print(table(cells))
+        for source in dict.fromkeys(f"{cell.detector}: {cell.source}" for cell in cells):
+            print(source, file=sys.stderr)
+    return 1 if missed(cells) else 0
+
+
+def missed(cells: list[Cell]) -> list[str]:
+    """What our own detector got wrong, on any device: "detector: replica"."""
+    return [
+        f"{cell.detector}: {cell.replica}"
+        for cell in cells
+        if cell.detector in (OURS_SIM, OURS_CUDA) and cell.found != NOT_RUN
+        and (cell.found not in (detectors.CAUSE, detectors.CLEAR) or cell.fixed == detectors.FALSE_ALARM)
+    ]  # fmt: skip
+
+
+def scoreboard(*, run_sim: bool = True, run_cuda: bool = False) -> list[Cell]:
+    """All cells: ours and the pointer comparison run here; what needs a GPU runs here or is read from the recording."""
+    from stalegraph.simulator import Device
+
+    cells = []
+    for title, look in ((OURS_SIM, lambda *what: detectors.ours(*what)[0]), (POINTERS, detectors.data_ptr_comparison)):
+        for name in zoo.REPLICAS:
+            if not run_sim:
+                cells.append(_not_run(title, name, "--rung cuda"))
+                continue
+            sights = []
+            for form in zoo.FORMS:
+                with Device(memory_bytes=1 << 26) as device:
+                    sights.append(look(name, form, device))
+            cells.append(_cell(title, name, *sights, "run here on the simulated GPU"))
+    record = recorded.load(RECORD) if recorded.available(RECORD) else None
+    cuda = {OURS_CUDA: ("ours", lambda: None, lambda *what: detectors.ours(*what)[0]), **ON_GPU}
+    for title, (job, missing, look) in cuda.items():
+        if run_cuda and missing() is None:
+            cells += _on_gpu(title, look)
+        else:
+            cells += _recorded(title, job, record, missing() if run_cuda else None)
+    return cells
+
+
+def _on_gpu(title, look) -> list[Cell]:
+    cells = []
+    with detectors.cuda_device() as device:
+        for name in zoo.REPLICAS:
+            cells.append(_cell(title, name, *(look(name, form, device) for form in zoo.FORMS), f"run here on {device.name}"))
+    return cells
+
+
+def _recorded(title, job, record, missing) -> list[Cell]:
+    if record is None:
+        return [_not_run(title, name, missing or f"no GPU here and no recording {RECORD}") for name in zoo.REPLICAS]
+    data = record.data[job]
+    if "sights" not in data:
+        return [_not_run(title, name, f"{data['missing']} ({record.provenance.caption()})") for name in zoo.REPLICAS]
+    cells = []
+    for name in zoo.REPLICAS:
+        sights = [data["sights"].get(f"{name}/{form}") for form in zoo.FORMS]
+        pair = [detectors.Sight(**one) if one else detectors.Sight(NOT_RUN) for one in sights]
+        cells.append(_cell(title, name, *pair, record.provenance.caption()))
+    return cells
+
+
+def _cell(title, name, buggy, fixed, source) -> Cell:
+    return Cell(title, name, zoo.REPLICAS[name], buggy.kind, buggy.said, fixed.kind, source)
+
+
+def _not_run(title, name, why) -> Cell:
+    return Cell(title, name, zoo.REPLICAS[name], NOT_RUN, "", NOT_RUN, why)
+
+
+def table(cells: list[Cell]) -> str:
+    """A row a replica, a column a detector."""
+    from tabulate import tabulate
+
+    titles = list(dict.fromkeys(cell.detector for cell in cells))
+    by = {(cell.detector, cell.replica): cell for cell in cells}
+    rows = [
+        [zoo.REPLICAS[name], name, *(by[title, name].short() for title in titles)]
+        for name in zoo.REPLICAS
+    ]  # fmt: skip
+    counts = ["", "found with its cause"]
+    for title in titles:
+        mine = [by[title, name] for name in zoo.REPLICAS]
+        ran = [cell for cell in mine if cell.found != NOT_RUN and cell.hazard != "M"]
+        counts.append(f"{sum(cell.found == detectors.CAUSE for cell in ran)} of {len(ran)}" if ran else NOT_RUN)
+    return tabulate([*rows, counts], ["class", "replica", *titles], tablefmt="simple", disable_numparse=True)
