@@ -84,7 +84,7 @@ class TextRow:
     role: str
 
 
-def draw_text(rows: list[TextRow], ax: Axes, columns: int = 84, limit: int = 168) -> Axes:
+def draw_text(rows: list[TextRow], ax: Axes, columns: int = 72, limit: int = 144) -> Axes:
     """Texts byte by byte on a grid; a wrong byte stands on a vermilion ground and is struck through."""
     y = 0.0
     for row in rows:
@@ -96,7 +96,7 @@ def draw_text(rows: list[TextRow], ax: Axes, columns: int = 84, limit: int = 168
             if wrong:
                 ax.add_patch(Rectangle((x - 0.5, line - 0.5), 1, 1, facecolor="#f7d9c6", edgecolor="none"))
                 ax.plot([x - 0.4, x + 0.4], [line + 0.35, line + 0.35], color=WRONG, linewidth=1)
-            ax.text(x, line, visible(byte), family="monospace", fontsize=9, ha="center", va="center",
+            ax.text(x, line, visible(byte), family="monospace", fontsize=10.5, ha="center", va="center",
                     color=WRONG if wrong else INK)  # fmt: skip
         lines = max(1, -(-min(len(row.text), limit) // columns))
         y += lines + 0.6
@@ -207,7 +207,9 @@ def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role:
             ax.text(item.part, height[item.part] + 0.5, str(item.request), ha="center", va="center", fontsize=6.5, color=INK)
             height[item.part] += 1
     ax.set_xlim(-0.7, parts - 0.3)
-    ax.set_ylim(0, max(4, max(height, default=0) + 0.5))
+    tallest = max(2, max(height, default=0))
+    ax.set_ylim(0, tallest + 0.3)
+    ax.set_yticks(range(0, tallest + 1, max(1, tallest // 4)))
     done = sum(height)
     return _label(ax, f"{title}: {done} KV blocks done", xlabel=f"SM part (first {parts})", ylabel="KV blocks")
 

@@ -14,7 +14,7 @@ body { font: 17px/1.55 Georgia, 'Times New Roman', serif; color: #1a1a1a; backgr
 h1, h2, h3 { font-family: system-ui, sans-serif; line-height: 1.25; margin: 1.8em 0 .5em; }
 h1 { margin-top: .5em; font-size: 1.9rem; }
 pre, code { font: 14px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-pre { overflow-x: auto; margin: 0; white-space: pre; }
+pre { overflow-x: auto; margin: 0; white-space: pre-wrap; }
 .highlight { background: #f6f6f4; border-left: 3px solid #b9b9b4; padding: .5rem .7rem; margin: .9rem 0 .3rem; }
 .jp-OutputArea-output, .output_area { margin: .3rem 0; }
 .jp-OutputPrompt, .jp-InputPrompt, .prompt, .anchor-link { display: none; }
