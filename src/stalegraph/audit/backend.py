@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stalegraph.blocks import DEFAULT_POOL, MemoryMap
+from stalegraph.blocks import MemoryMap
 from stalegraph.errors import CaptureError, RungUnavailable, UsageError
 from stalegraph.nodes import Node
 
@@ -23,6 +23,9 @@ class Simulated:
 
     def is_host(self, address: int) -> bool:
         return address in self.device.pinned
+
+    def is_host_tensor(self, tensor: torch.Tensor) -> bool:
+        return self.is_host(tensor.data_ptr())
 
     def memory_map(self) -> MemoryMap:
         return self.device.memory_map()
@@ -69,6 +72,9 @@ class Cuda:
 
     def is_host(self, address: int) -> bool:
         return False
+
+    def is_host_tensor(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
 
     def memory_map(self) -> MemoryMap:
         if self.device is not None:
@@ -141,6 +147,3 @@ def state_of(graph) -> str | None:
     if state is None and hasattr(graph, "_graph") and graph._graph is None:
         return "it was reset, or never captured"
     return None
-
-
-__all__ = ["Simulated", "Cuda", "backend_of", "state_of", "DEFAULT_POOL"]

@@ -90,7 +90,7 @@ class Capture:
     def read_nodes(self, graph) -> None:
         if self.nodes_read:
             return
-        self.nodes_read = True
+        self.nodes_read, self._index = True, None
         try:
             self.nodes = tuple(self.backend.nodes(graph, self.memory))
         except Exception as error:

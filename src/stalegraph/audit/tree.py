@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import torch
 
 MAX_DEPTH = 12
 MAX_TENSORS = 100_000
 # Objects of these packages are tensors, plain values or wrappers with buffers of their own, not metadata.
-OPAQUE = ("numpy", "builtins", "functools", "logging", "weakref", "threading", "enum", "types", "_thread")
+OPAQUE = ("numpy", "builtins", "functools", "logging", "weakref", "threading", "enum", "_thread")
+CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 
 
 def walk(value, path: str = "", most_depth: int = MAX_DEPTH, budget: int = 1_000_000) -> list[tuple[str, torch.Tensor]]:
@@ -47,7 +49,7 @@ def _below(value) -> list[tuple[str, object]]:
     if isinstance(value, torch.nn.Module):
         return [*value.named_parameters(), *value.named_buffers()]
     module = type(value).__module__.split(".")[0]
-    if module in OPAQUE or module == "torch" or callable(value):
+    if module in OPAQUE or module == "torch" or isinstance(value, CODE):
         return []
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -58,7 +59,7 @@ class Watch:
         self.ledger = Ledger()
         self.captures: list[Capture] = []
         self._report = Report(graphs=0)
-        self._sight = Sight(self.book, self.ledger, self._on_device, rules.names())
+        self._sight = Sight(self.book, self.ledger, self._on_device, self._on_host, rules.names())
         self._trees: list[tuple[str, object]] = []
         self._scalars: dict[str, object] = {}
         self._work: dict[str, object] = {}
@@ -66,7 +67,6 @@ class Watch:
         self._by_graph: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._strangers: weakref.WeakSet = weakref.WeakSet()
         self._modes: list[Witness] = []
-        self._calls = 0
 
     # told by the caller
     def declare(self, *, fields=None, inputs=None, caches=None, scalars=None, work=None) -> None:
@@ -123,6 +123,19 @@ class Watch:
     def _on_device(self, tensor, capturing: bool) -> bool:
         return self._backend().on_device(tensor, capturing)
 
+    def _on_host(self, tensor) -> bool:
+        return self._backend().is_host_tensor(tensor)
+
+    @contextmanager
+    def _paused(self):
+        """The watch's own reading of tensors is none of the program's."""
+        self._sight.paused += 1
+        try:
+            with self._backend().paused():
+                yield
+        finally:
+            self._sight.paused -= 1
+
     def _backend(self):
         device = current_device()
         if device is None:
@@ -150,7 +163,7 @@ class Watch:
             return named_now[0]
 
         now = Now(
-            memory_map, book=self.book, ledger=self.ledger, captures=self.captures, paused=backend.paused,
+            memory_map, book=self.book, ledger=self.ledger, captures=self.captures, paused=self._paused,
             variables=by_variable,
         )  # fmt: skip
         self._sight.paused += 1

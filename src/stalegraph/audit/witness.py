@@ -116,6 +116,7 @@ class Sight:
     book: StorageBook
     ledger: object
     on_device: object  # a function of (tensor, capturing)
+    on_host: object  # a function of (tensor): whether a capture can read it, but it lies in host memory
     rules: frozenset = frozenset()
     sighting: Sighting | None = None
     paused: int = 0
@@ -219,7 +220,7 @@ class Witness(TorchDispatchMode):
         if touch is None:
             touch = capture.touches.get(note)
         if touch is None:
-            touch = capture.touches[note] = Touch(note, op, name, pinned=tensor.device.type == "cpu" and _pinned(tensor))
+            touch = capture.touches[note] = Touch(note, op, name, pinned=self.sight.on_host(tensor))
         bytes_ = ranges(tensor)
         note.read = note.read or not write
         if not write or (op.endswith("_") and op not in OVERWRITES):
@@ -248,13 +249,6 @@ class Witness(TorchDispatchMode):
                     self.ledger.host_reads(note, ranges(tensor))
             if write:
                 self.ledger.host_writes(note, ranges(tensor), op)
-
-
-def _pinned(tensor) -> bool:
-    try:
-        return tensor.is_pinned()
-    except RuntimeError:  # no accelerator
-        return False
 
 
 def _call(op, slots, args, kwargs) -> Call:
