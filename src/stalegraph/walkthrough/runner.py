@@ -66,8 +66,8 @@ def execute(source: Path, output: Path, title: str, claim: str, parameters: dict
     raised = None
     try:
         papermill.execute_notebook(
-            str(source), str(output), parameters=parameters, kernel_name="python3", progress_bar=False, cwd=str(source.parent),
-            execution_timeout=timeout, start_timeout=120,
+            str(source), str(output), parameters=parameters, kernel_name="python3", language="python", progress_bar=False,
+            cwd=str(source.parent), execution_timeout=timeout, start_timeout=120,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
         raised = (error.cell_index, error.traceback, f"{error.ename}: {error.evalue}".rstrip(": "))
@@ -149,6 +149,8 @@ def _trouble(cells, raised) -> Trouble | None:
         error = next(output for output in cells[at].outputs if output.output_type == "error")
         line = _line(error.traceback)
         message = f"{error.ename}: {error.evalue}".strip().rstrip(":")
+        if error.ename == "KeyboardInterrupt" and raised is not None:
+            message = raised[2]  # the runner interrupted it, and knows why
     else:
         # The kernel was gone: the cell that it was in is the last one begun, or the first that has no count.
         at = unrun[0] if unrun else code[-1]

@@ -1,0 +1,171 @@
+"""The runner is strict: whatever is not a claim that held gets one clear report and a non-zero exit."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from stalegraph import cli
+from stalegraph.walkthrough import choose, run_walkthrough
+from stalegraph.walkthrough.notebook import read
+
+FIRST = "# A question?\n\n**Claim:** Two and two make four."
+
+
+def write(folder, *cells, tag="parameters", first=FIRST, name="01_small"):
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_markdown_cell(first), nbformat.v4.new_code_cell("two = 2  # a number")]
+    book.cells[1].metadata["tags"] = [tag] if tag else []
+    for kind, source in cells:
+        make = nbformat.v4.new_markdown_cell if kind == "md" else nbformat.v4.new_code_cell
+        book.cells.append(make(source))
+    nbformat.write(book, folder / f"{name}.ipynb")
+
+
+def run(folder, tmp_path, parameters=None, **more):
+    said = []
+    outcomes = run_walkthrough(choose(None, folder), parameters or {}, tmp_path / "out", say=said.append, **more)
+    return outcomes, said
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    return folder
+
+
+def test_a_claim_that_holds(folder, tmp_path):
+    write(folder, ("code", "print('four')"), ("code", "assert two + two == 4"))
+    (one,), said = run(folder, tmp_path)
+    assert one.verdict == "held" and one.claim == "Two and two make four." and one.trouble is None
+    page = (tmp_path / "out" / "01_small.html").read_text()
+    assert "four" in page and "01_small" in (tmp_path / "out" / "index.html").read_text()
+    assert said[0].startswith("01_small: held")
+
+
+def test_pages_load_nothing_from_outside(folder, tmp_path):
+    write(folder, ("code", "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()"), ("code", "assert two == 2"))
+    run(folder, tmp_path)
+    for page in (tmp_path / "out").glob("*.html"):
+        loads = re.findall(r"""(?:src|href)\s*=\s*["'](?!data:|#|\w+\.html)([^"']+)|@import|url\((?!data:)""", page.read_text())
+        assert loads == [] and "<script" not in page.read_text()
+
+
+def test_a_claim_that_does_not_hold_is_told_from_a_broken_notebook(folder, tmp_path):
+    write(folder, ("md", "## The sum"), ("code", "assert two + two == 4, 'sum is off'"))
+    (one,), _ = run(folder, tmp_path, {"two": 3})
+    assert one.verdict == "does not hold"
+    assert str(one.trouble) == "cell 5, under 'The sum': assert two + two == 4, 'sum is off': AssertionError: sum is off"
+
+
+def test_an_error_names_cell_heading_and_line(folder, tmp_path):
+    write(folder, ("md", "## Division"), ("code", "x = 1\ny = x / 0"), ("code", "assert two == 2"))
+    (one,), _ = run(folder, tmp_path)
+    assert one.verdict == "broken" and one.trouble.heading == "Division" and one.trouble.line == "y = x / 0"
+    assert "ZeroDivisionError" in one.trouble.message and one.trouble.cell == 4
+
+
+@pytest.mark.parametrize("source", ["import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_cell_that_leaves_early_is_never_green(folder, tmp_path, source):
+    write(folder, ("md", "## Leaving"), ("code", source), ("code", "assert two == 2"))
+    (one,), _ = run(folder, tmp_path)
+    assert one.verdict == "broken" and one.trouble.heading == "Leaving" and one.trouble.message
+
+
+def test_a_cell_that_hangs_is_stopped(folder, tmp_path):
+    write(folder, ("code", "while True: pass"), ("code", "assert two == 2"))
+    (one,), _ = run(folder, tmp_path, timeout=2)
+    assert one.verdict == "broken" and "more than 2 s" in one.trouble.message
+
+
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        (dict(tag=None), "0 cells are tagged 'parameters'"),
+        (dict(tag="parameter"), "0 cells are tagged 'parameters'"),
+        (dict(first="# A question?"), "has no line 'Claim: ...'"),
+    ],
+)
+def test_a_malformed_notebook_is_broken_before_it_runs(folder, tmp_path, change, problem):
+    write(folder, ("code", "assert two == 2"), **change)
+    (one,), said = run(folder, tmp_path)
+    assert one.verdict == "broken" and problem in one.trouble.message and problem in said[0]
+
+
+def test_results_reach_the_caller(folder, tmp_path):
+    write(folder, ("code", "from stalegraph.runs import publish\npublish('sum', value=two + two)"), ("code", "assert two == 2"))
+    (one,), _ = run(folder, tmp_path)
+    assert one.results == [{"name": "sum", "value": 4}]
+
+
+def command(folder, tmp_path, monkeypatch, *words):
+    monkeypatch.setenv("STALEGRAPH_NOTEBOOKS", str(folder))
+    return cli.main(["walkthrough", "--out", str(tmp_path / "report" / "out"), *words])
+
+
+def test_the_command_prints_one_json_object(folder, tmp_path, monkeypatch, capsys):
+    write(folder, ("code", "assert two + two == 4"))
+    assert command(folder, tmp_path, monkeypatch, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["schema"] == 1 and record["held"] and record["notebooks"][0]["verdict"] == "held"
+
+
+def test_the_command_exits_1_when_a_claim_fails(folder, tmp_path, monkeypatch, capsys):
+    write(folder, ("code", "assert two + two == 4"))
+    assert command(folder, tmp_path, monkeypatch, "--set", "two=5") == 1
+    assert "does not hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--set", "tow=3"], "no notebook chosen has a parameter 'tow'; allowed: two"),
+        (["--set", "two"], "set is 'two'; allowed: NAME=VALUE"),
+        (["--only", "09"], "only is '09'; allowed: 01_small or their numbers"),
+        (["--rung", "moon"], "rung is 'moon'; allowed: sim, flashmla, vllm"),
+        (["--prompt-file", "nowhere.txt"], "prompt-file is 'nowhere.txt', which is no file"),
+        (["--sm-count", "0"], "sm-count is '0'; allowed: an integer from 1 to 1024"),
+        (["--sm-count", "many"], "sm-count is 'many'"),
+    ],
+)
+def test_bad_input_exits_2_in_one_line_and_writes_nothing(folder, tmp_path, monkeypatch, capsys, words, message):
+    write(folder, ("code", "assert two == 2"))
+    assert command(folder, tmp_path, monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("content,message", [(b"", "prompt has 0 bytes; allowed: 1 to 4096"), (b"x" * 4097, "prompt has 4097 bytes")])
+def test_a_prompt_file_of_the_wrong_size(folder, tmp_path, monkeypatch, capsys, content, message):
+    write(folder, ("code", "assert two == 2"))
+    (tmp_path / "text").write_bytes(content)
+    assert command(folder, tmp_path, monkeypatch, "--prompt-file", str(tmp_path / "text")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rung_that_this_machine_lacks_says_what_is_missing(folder, tmp_path, monkeypatch, capsys):
+    import stalegraph.walkthrough.command as module
+
+    write(folder, ("code", "assert two == 2"))
+    monkeypatch.setattr(module, "available", lambda lib: {"sim": None, "flashmla": "no CUDA device", "vllm": None})
+    assert command(folder, tmp_path, monkeypatch, "--rung", "flashmla") == 2
+    assert "rung flashmla cannot run on this machine: no CUDA device" in capsys.readouterr().err
+
+
+def test_a_failed_run_replaces_the_report_as_a_whole(folder, tmp_path):
+    write(folder, ("code", "assert two == 2"))
+    run(folder, tmp_path)
+    (tmp_path / "out" / "left-over").write_text("old")
+    run(folder, tmp_path, {"two": 3})
+    assert not (tmp_path / "out" / "left-over").exists() and (tmp_path / "out" / "index.html").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
+def test_parameters_must_be_plain_literals(folder):
+    write(folder, ("code", "assert two == 2"))
+    book = nbformat.read(folder / "01_small.ipynb", as_version=4)
+    book.cells[1].source = "two = len('ab')"
+    nbformat.write(book, folder / "01_small.ipynb")
+    assert "not plain literals" in read(folder / "01_small.ipynb").problem
