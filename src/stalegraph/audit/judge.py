@@ -15,7 +15,7 @@ from stalegraph.audit.ledger import Ledger
 from stalegraph.audit.pointers import describe
 from stalegraph.audit.report import Finding, Report
 from stalegraph.audit.storages import StorageBook
-from stalegraph.audit.witness import revive
+from stalegraph.audit.witness import RESIZE, revive
 from stalegraph.blocks import DEFAULT_POOL, MemoryMap
 
 MOST_REPLAYS = 64  # after so many replays of a graph the program's variables are not looked at any more
@@ -208,7 +208,8 @@ def _owners(capture, now, report, explained) -> None:
         if newcomer is not None:
             told = f"{name} was captured at 0x{place['address']:x} and is a new tensor at 0x{newcomer.address:x} now."
         grown = newcomer is not None and newcomer.nbytes > note.nbytes
-        hazard = "B" if newcomer is None or (grown and not touch.writes) else "C" if grown else "A"
+        scratch = grown and (bool(touch.writes) or newcomer.made == RESIZE)
+        hazard = "B" if newcomer is None or grown and not scratch else "C" if scratch else "A"
         report.add(
             Finding(
                 verdict, hazard, message=told, field=name, owner=owner.text, since=since, stack=owner.stack,

@@ -26,6 +26,7 @@ UNWRITTEN = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty
 OVERWRITES = frozenset(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli", "set_data")
 )
+RESIZE = "aten::resize_"
 NOT_VALUES = frozenset(
     ("dim", "dims", "dim0", "dim1", "size", "sizes", "shape", "stride", "storage_offset", "layout", "dtype", "pin_memory",
      "non_blocking", "memory_format", "keepdim", "implicit", "copy", "device", "generator")
@@ -170,6 +171,8 @@ class Witness(TorchDispatchMode):
         else:
             for value in fresh:
                 self.book.note(value, made=name)
+            if name == RESIZE and inputs:
+                self.book.note(inputs[0][2], made=name)
             self._hosted(name, inputs)
 
     def _usable(self, value) -> bool:

@@ -20,7 +20,7 @@ from stalegraph.zoo.run import run, run_watched
 
 CAUSE, SYMPTOM, NOTHING, FALSE_ALARM = "cause", "symptom", "nothing", "false alarm"
 CLEAR = "clear"  # silent on the control, in which nothing is broken
-MEMCHECK_TIMEOUT = 100.0  # seconds for one replica
+MEMCHECK_TIMEOUT = 60.0  # seconds for one replica
 
 
 @dataclass(frozen=True)

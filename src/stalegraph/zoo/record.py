@@ -6,6 +6,7 @@ One job a process: a detector that fails, or a tool that is missing, takes nothi
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -96,9 +97,16 @@ JOBS = {
 }  # fmt: skip
 
 
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() or "unknown"
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
 def merge(folder: str, out: str) -> None:
     """The partial results in `folder` as one record with its provenance, `out`/zoo.json."""
-    from stalegraph.record.provenance import driver_version
     from stalegraph.recorded import Provenance
     from stalegraph.recorded.store import write
 
@@ -108,7 +116,7 @@ def merge(folder: str, out: str) -> None:
         data[job] = json.loads(path.read_text()) if path.is_file() else {"missing": "the job did not end"}
     properties = torch.cuda.get_device_properties(0)
     provenance = Provenance(
-        device=properties.name, sm_count=properties.multi_processor_count, driver=driver_version(), torch=torch.__version__,
+        device=properties.name, sm_count=properties.multi_processor_count, driver=_driver(), torch=torch.__version__,
         vllm="not used", flashmla="not used", cuda=torch.version.cuda,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"), command="python -m stalegraph.zoo.record",
     )  # fmt: skip
