@@ -60,6 +60,8 @@ def environment(settings: Settings) -> dict[str, str]:
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1" if settings.runner == "v2" else "0"
     if Path(settings.model).is_dir():
         found["HF_HUB_OFFLINE"] = "1"
+    if settings.mode == "default":
+        found["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # engines side by side must not share a half-written one
     return found
 
 
