@@ -48,17 +48,18 @@ def scheduler_time(rounds: int = 15) -> dict:
 
 
 def growth(quick: bool) -> dict:
-    """Seconds of whole runs over new bytes at batch 2, and median milliseconds of a step over batch at context 256."""
-    counts = (32, 64, 128) if quick else (64, 128, 256, 512)
-    over_tokens = []
-    for tokens in counts:
-        run = recite(prompt=_prompt(128), builder="copying", batch=2, tokens=tokens)
+    """How cost grows: whole runs over new bytes (around context 1,024), steps over batch, steps over context."""
+    over_tokens, over_batch, over_context = [], [], []
+    for tokens in (16, 32, 64) if quick else (32, 64, 128, 256):
+        run = recite(prompt=_prompt(1024), builder="copying", batch=1, tokens=tokens)
         over_tokens.append({"tokens": tokens, "seconds": sum(run.step_seconds)})
-    over_batch = []
     for batch in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64):
         run = recite(prompt=_prompt(256), builder="copying", batch=batch, tokens=12, capture_sizes=(batch,))
         over_batch.append({"batch": batch, "ms_per_step": median(run.step_seconds) * 1e3})
-    return {"over_tokens": over_tokens, "over_batch": over_batch}
+    for context in (256, 1024) if quick else (256, 512, 1024, 2048, 4096):
+        run = recite(prompt=_prompt(context), builder="copying", batch=1, tokens=12)
+        over_context.append({"context": context, "ms_per_step": median(run.step_seconds) * 1e3})
+    return {"over_tokens": over_tokens, "over_batch": over_batch, "over_context": over_context}
 
 
 def builder_costs(quick: bool) -> list[dict]:
@@ -111,6 +112,8 @@ def main(args: argparse.Namespace) -> int:
     print(tabulate(rows, headers=["new bytes", "seconds", "ms a byte"]), "\n")
     rows = [(one["batch"], f"{one['ms_per_step']:.1f}", f"{one['ms_per_step'] / one['batch']:.2f}") for one in over["over_batch"]]
     print(tabulate(rows, headers=["batch", "ms a step", "ms a step and request"]), "\n")
+    rows = [(one["context"], f"{one['ms_per_step']:.1f}", f"{1e3 * one['ms_per_step'] / one['context']:.1f}") for one in over["over_context"]]
+    print(tabulate(rows, headers=["context", "ms a step", "us a step and token"]), "\n")
     print(tabulate([tuple(one.values()) for one in found["builders"]], headers=list(found["builders"][0]), floatfmt=".2f"))
     if args.json is not None:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
