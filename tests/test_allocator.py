@@ -1,4 +1,4 @@
-"""The caching allocator's rules, one by one, by the addresses they give; the recorded traces are in test_recorded.py."""
+"""The caching allocator's rules, one by one, by the addresses they give; recorded traces are in test_recorded.py."""
 
 import gc
 
@@ -141,7 +141,8 @@ def test_a_full_device_first_gives_back_its_cache(device):
 
 def test_out_of_memory_names_what_was_asked_for_and_what_there_is(device):
     held = new(200 * MIB)
-    with pytest.raises(OutOfMemoryError, match=f"{100 * MIB} bytes.*{56 * MIB} of the device's {256 * MIB} bytes are free"):
+    message = f"{100 * MIB} bytes.*{56 * MIB} of the device's {256 * MIB} bytes are free"
+    with pytest.raises(OutOfMemoryError, match=message):
         new(100 * MIB)
     assert new(50 * MIB).numel() == 50 * MIB and held.numel()
 
@@ -206,6 +207,20 @@ def test_a_pool_goes_when_its_last_graph_and_tensor_are_gone(device):
     gc.collect()
     device.empty_cache()
     assert segments(device) == []
+
+
+def test_a_pool_that_lost_its_last_graph_is_refused(device):
+    graph = device.graph()
+    with graph.capture():
+        new(1024)
+    pool = graph.pool()
+    graph.reset()
+    other = device.graph(pool=pool)
+    with pytest.raises(CaptureError, match="lost its last graph"), other.capture():
+        pass
+    with device.graph().capture():
+        new(1024)
+    assert graph.pool() != pool
 
 
 def test_a_tensor_of_a_pool_outlives_its_graph(device):
@@ -289,9 +304,9 @@ def test_the_snapshot_has_pytorchs_shape_and_adds_up(device):
     tensors = [new(size) for size in (5, 3000, 2 * MIB, 11 * MIB)]
     del tensors[1]
     snapshot = device.memory_snapshot()
-    want = {"device", "address", "total_size", "allocated_size", "active_size", "requested_size", "stream", "segment_type"}
+    want = {"device", "address", "total_size", "allocated_size", "active_size", "requested_size", "stream"}
     for segment in snapshot:
-        assert want | {"segment_pool_id", "is_expandable", "frames", "blocks"} == set(segment)
+        assert want | {"segment_type", "segment_pool_id", "is_expandable", "frames", "blocks"} == set(segment)
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
         at = segment["address"]
         for block in segment["blocks"]:

@@ -220,6 +220,11 @@ def test_counters_do_not_change_once_taken(device):
     assert before.allocations == 0 and before.snapshot() == before
 
 
+def test_looking_at_a_tensor_costs_nothing(device):
+    tensor, before = torch.arange(3), device.counters
+    assert repr(tensor) == "tensor([0, 1, 2])" and device.counters == before
+
+
 # -- memory by address
 
 

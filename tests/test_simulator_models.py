@@ -1,4 +1,4 @@
-"""Code that knows nothing of the simulator runs on it: a transformer with a KV cache, training steps, inference mode."""
+"""Code that knows nothing of the simulator runs on it: a transformer with a KV cache, training steps."""
 
 import gc
 
@@ -173,7 +173,8 @@ def test_a_capture_without_moving_the_model_says_which_tensor_is_on_the_host():
     model = nn.Linear(6, 3)
     with Device(memory_bytes=64 << 20) as device:
         x = torch.zeros(2, 6)
-        with pytest.raises(CaptureError, match=r"aten::addmm: self of shape \(3,\) is on the host"), device.graph().capture():
+        message = r"aten::addmm: self of shape \(3,\) is on the host"
+        with pytest.raises(CaptureError, match=message), device.graph().capture():
             model(x)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from stalegraph.blocks import DEFAULT_POOL, Block
-from stalegraph.errors import OutOfMemoryError
+from stalegraph.errors import CaptureError, OutOfMemoryError
 from stalegraph.simulator.events import AllocationEvent
 from stalegraph.simulator.memory import Memory
 
@@ -244,7 +244,11 @@ class CachingAllocator:
 
     def is_pool(self, identity) -> bool:
         """Whether `identity` is a private pool's id that this allocator has given out."""
-        return isinstance(identity, tuple) and len(identity) == 2 and identity[0] == 0 and 1 <= identity[1] <= self._issued
+        try:
+            space, number = identity
+        except (TypeError, ValueError):
+            return False
+        return space == 0 and number in range(1, self._issued + 1)
 
     def new_pool(self) -> tuple[int, int]:
         """The id of a private pool that does not exist yet."""
@@ -256,6 +260,8 @@ class CachingAllocator:
         pool = self._pools.get(identity)
         if pool is None:
             pool = self._pools[identity] = _Pool(identity)
+        elif not pool.users:  # torch asserts the same
+            raise CaptureError(f"pool {identity} lost its last graph by reset(); allowed: a pool that a graph holds")
         pool.users += 1
         self._capture_pool, self._capture, self._carved = pool, capture, []
 

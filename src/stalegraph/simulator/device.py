@@ -20,7 +20,7 @@ from stalegraph.simulator.recorder import Recorder
 
 MAX_SMS = 1024
 MIN_MEMORY, MAX_MEMORY = 1 << 22, 1 << 40  # bytes
-# What PyTorch's CPU kernels say where a GPU's would trip an assert: an index in the data, not in the call, is out of range.
+# What PyTorch's CPU kernels say where a GPU's trip an assert: an index in the data, not the call, is out of range.
 _ASSERTS = re.compile(r"(?<!Dimension )out of (range|bounds)", re.IGNORECASE)
 _current: Device | None = None
 
@@ -46,9 +46,9 @@ class _Host:
 class Device:
     """A simulated GPU of `sm_count` SMs and `memory_bytes` bytes; inside `with Device() as device:` torch runs on it.
 
-    With `strict`, a replay that would read a block freed or handed out again since capture raises StaleReadError; otherwise
-    it reads on as silently as hardware does and notes it in `stale_reads`. After an illegal access or a device assert every
-    further call raises that error, as on CUDA, until the device is closed.
+    With `strict`, a replay that would read a block freed or handed out again since capture raises StaleReadError;
+    otherwise it reads on as silently as hardware does and notes it in `stale_reads`. After an illegal access or a
+    device assert every further call raises that error, as on CUDA, until the device is closed.
     """
 
     def __init__(self, sm_count: int = 132, memory_bytes: int = 1 << 30, strict: bool = False):
@@ -249,7 +249,9 @@ class Device:
             return tensor
         live, _, allocation = self.allocation_of(tensor)
         if allocation is None:
-            raise UsageError(f"tensor at 0x{tensor.data_ptr():x} is in pageable host memory; allowed: a device or pinned tensor")
+            raise UsageError(
+                f"tensor at 0x{tensor.data_ptr():x} is in pageable host memory; allowed: a device or pinned tensor"
+            )
         (self.pinned if live is self.pinned.live else self.allocator).name(allocation, name)
         return tensor
 

@@ -173,6 +173,7 @@ class Calls(TorchFunctionMode):
             torch.Tensor.tolist: self._read,
             torch.Tensor.numpy: self._read,
             torch.Tensor.__array__: self._read,
+            torch.Tensor.__repr__: self._print,
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.tensor: self._data,
             torch.as_tensor: self._data,
@@ -193,14 +194,14 @@ class Calls(TorchFunctionMode):
         if isinstance(other, torch.Tensor):
             if self.device.is_host(other):
                 return call(*args, **kwargs)
-            target, dtype, non_blocking = other.device, other.dtype, bool(kwargs.get("non_blocking"))
+            target, dtype, non_blocking, layout = other.device, other.dtype, bool(kwargs.get("non_blocking")), None
         else:
             named = {name: value for name, value in kwargs.items() if name != "copy"}
-            target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[1:], **named)
+            target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args[1:], **named)
         if target is None or target.type != "cpu":
             return call(*args, **kwargs)
         return torch.ops.aten._to_copy.default(
-            tensor, dtype=dtype or tensor.dtype, device=_CPU, non_blocking=non_blocking
+            tensor, dtype=dtype or tensor.dtype, device=_CPU, non_blocking=non_blocking, memory_format=layout
         )  # fmt: skip
 
     def _cpu(self, call, args, kwargs):
@@ -222,6 +223,13 @@ class Calls(TorchFunctionMode):
         if self.device.is_device(args[0]):
             self.device.check_download(f"Tensor.{call.__name__}()")
         return call(*args, **kwargs)
+
+    def _print(self, call, args, kwargs):
+        """On the host, so that looking at a tensor allocates nothing and launches nothing."""
+        if self.device.is_device(args[0]):
+            self.device.check_download("printing a tensor")
+        with self.device.host():
+            return call(*args, **kwargs)
 
     def _deepcopy(self, call, args, kwargs):
         if not self.device.is_device(args[0]) or self.device.capturing is not None:

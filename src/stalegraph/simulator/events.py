@@ -11,8 +11,8 @@ from stalegraph.blocks import DEFAULT_POOL
 class Counters:
     """What the host has had the device do; subtract two for the cost of what lies between.
 
-    `launches` are kernels that the host launched, a replay of a whole graph being one; `copies` are memcpy operations that
-    the host asked for (not those inside of a graph), `bytes_copied` theirs.
+    `launches` are kernels that the host launched, a replay of a whole graph being one; `copies` are memcpy operations
+    that the host asked for (not those inside of a graph), `bytes_copied` theirs.
     """
 
     allocations: int = 0

@@ -47,23 +47,13 @@ class CUDAGraph:
 
     @property
     def generations(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """(node, argument) -> (block address, generation at capture) of each read of memory that the graph does not own."""
+        """(node, argument) -> (block address, generation at capture) of each read of memory not the graph's own."""
         return {
             (use.node, use.name): (guard.start, guard.allocation.generation)
             for guard in self._guards
             for use in guard.uses
             if use.access != "write" and guard.allocation is not None
         }
-
-    @property
-    def _recorded(self):  # what the audit reads until it asks for `generations`
-        from types import SimpleNamespace
-
-        found = []
-        for node in self.nodes:
-            reads = [(name, None, *at) for (index, name), at in self.generations.items() if index == node.index]
-            found.append(SimpleNamespace(node=node, reads=reads))
-        return found
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -125,7 +115,7 @@ class CUDAGraph:
             raise device.failed(error)
 
     def _note_stale(self, end: int):
-        """Notes the stale reads; where memory is gone, returns how many nodes still run and the error that stops them."""
+        """Notes the stale reads; where memory is gone, returns how many nodes still run and the error that stops it."""
         device = self.device
         reads, error = [], None
         for guard in self._guards:
@@ -135,8 +125,8 @@ class CUDAGraph:
                 state, generation, owner = device.ownership(use.address, use.nbytes)
                 if state == "unmapped" and use.node < end:
                     end, error = use.node, IllegalAddressError(
-                        f"an illegal memory access was encountered: node {use.node} {self.nodes[use.node].name}, {use.name}, "
-                        f"{use.nbytes} bytes at 0x{use.address:x}, which is not mapped any more"
+                        f"an illegal memory access was encountered: node {use.node} {self.nodes[use.node].name}, "
+                        f"{use.name}, {use.nbytes} bytes at 0x{use.address:x}, which is not mapped any more"
                     )  # fmt: skip
                 if use.access != "write":
                     captured = guard.allocation.generation if guard.allocation is not None else 0
@@ -150,8 +140,8 @@ class CUDAGraph:
         if reads and device.strict:
             read = reads[0]
             raise StaleReadError(
-                f"node {read.node} {self.nodes[read.node].name} reads {read.argument} at 0x{read.address:x}, captured in "
-                f"generation {read.generation_captured}, now generation {read.generation_now}, "
+                f"node {read.node} {self.nodes[read.node].name} reads {read.argument} at 0x{read.address:x}, captured "
+                f"in generation {read.generation_captured}, now generation {read.generation_now}, "
                 f"{read.state_now}{f' by {read.owner_now}' if read.owner_now else ''}"
             )
         return end, error

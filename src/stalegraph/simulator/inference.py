@@ -25,8 +25,8 @@ def _each(function, value):
 def infer(operator, args, kwargs):
     """The results of `operator` as tensors of no use but for their shape, strides and dtype.
 
-    Three ways, the next one where one fails: running it on zeros, which are valid indices and cost no memory; asking its
-    meta kernel, first where it is not PyTorch's own; running it on copies of what lies in its arguments now.
+    Three ways, the next one where one fails: running it on zeros, which are valid indices and cost no memory; asking
+    its meta kernel, first where it is not PyTorch's own; running it on copies of what lies in its arguments now.
     """
     own = operator.name.startswith("aten::")
     reason = None
@@ -39,8 +39,8 @@ def infer(operator, args, kwargs):
     if own:
         raise reason or last
     raise CaptureError(
-        f"{operator.name}: its results cannot be known while capturing; it has no meta kernel (torch.library.register_fake) "
-        f"and runs neither on zeros nor on what lies in its arguments now: {last}"
+        f"{operator.name}: its results cannot be known while capturing; it has no meta kernel "
+        f"(torch.library.register_fake) and runs neither on zeros nor on what lies in its arguments now: {last}"
     ) from last
 
 
@@ -64,9 +64,9 @@ def _on_zeros(operator, args, kwargs):
         flat = torch.zeros(max(1, span(tensor) // tensor.itemsize), dtype=tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride())
 
-    given = {
-        name: _each(scratch if name in operator.access else zeros, value) for name, value in operator.named(args, kwargs)
-    }
+    given = {}
+    for name, value in operator.named(args, kwargs):
+        given[name] = _each(scratch if name in operator.access else zeros, value)
     positional = [given.pop(argument.name) for argument, _ in zip(operator.arguments, args)]
     try:
         return _run(operator, positional, given)

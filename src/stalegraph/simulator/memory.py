@@ -12,8 +12,9 @@ from stalegraph.errors import IllegalAddressError, OutOfMemoryError, UsageError
 
 PAGE = 1 << 21  # segments start and end on 2 MiB, as cudaMalloc's do
 GUARD = PAGE  # left unmapped behind each segment: on an H200 the page before a cache lay in no segment (repro/recorded)
-SPAN = 4  # bytes of addresses for each byte of memory: guards double the smallest segments, and gaps remain between others
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MAP_POPULATE") else 0)  # Python 3.10 lacks the name
+SPAN = 4  # bytes of addresses for each byte of memory: guards double the smallest segments, and gaps remain
+# Python 3.10 lacks the name for Linux's flag.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MAP_POPULATE") else 0)
 
 
 def span(tensor: torch.Tensor) -> int:
@@ -30,7 +31,9 @@ class Addresses:
         try:
             self._mapping = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
-            raise UsageError(f"memory_bytes needs {size} bytes of addresses, which this machine refuses: {error}") from None
+            raise UsageError(
+                f"memory_bytes needs {size} bytes of addresses, which this machine refuses: {error}"
+            ) from None
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._bytes = memoryview(self._mapping)
         self._whole = {torch.uint8: torch.frombuffer(self._mapping, dtype=torch.uint8)}
@@ -83,7 +86,7 @@ class Memory(Addresses):
         self._sizes: dict[int, int] = {}
 
     def map(self, size: int, what: str) -> int:
-        """Maps the lowest gap of `size` bytes and returns its address; `what` says whom an OutOfMemoryError is about."""
+        """Maps the lowest gap of `size` bytes and returns its address; `what` says whom an error is about."""
         at = self.base
         for start in self._starts:
             if start - at >= size + GUARD:
@@ -124,10 +127,12 @@ class Memory(Addresses):
     def check(self, address: int, nbytes: int, what: str) -> None:
         """IllegalAddressError where not all of [address, address + nbytes) is mapped."""
         if not self.is_mapped(address, nbytes):
-            raise IllegalAddressError(f"an illegal memory access was encountered: {what}, {nbytes} bytes at 0x{address:x}")
+            raise IllegalAddressError(
+                f"an illegal memory access was encountered: {what}, {nbytes} bytes at 0x{address:x}"
+            )
 
     def read(self, address: int, nbytes: int) -> torch.Tensor:
-        """The `nbytes` bytes at `address` as they lie now, a host copy (uint8); IllegalAddressError where not mapped."""
+        """The `nbytes` bytes at `address` as they lie now, a host copy (uint8); IllegalAddressError if not mapped."""
         self.check(address, nbytes, "a read")
         with torch._C._DisableTorchDispatch():
             return self.tensor(address, (nbytes,), (1,), torch.uint8).clone()

@@ -28,8 +28,8 @@ _FACTORY = ("dtype", "layout", "device", "pin_memory")
 class Operator:
     """One overload, looked at once. `kind` is "composite", "view", "empty", "metadata", "host" or "compute".
 
-    `returns` holds for each result the place of the argument that it is (an index, or a name if keyword-only), None for a
-    fresh one. `access` holds "write" or "read-write" for the arguments that are written. `into` is how to compute the
+    `returns` holds for each result the place of the argument that it is (an index, or a name if keyword-only), None for
+    a fresh one. `access` holds "write" or "read-write" for the arguments that are written. `into` is how to compute the
     results in given tensors: (callable, names of the results, names of its arguments), None where PyTorch has no way.
     """
 
@@ -114,7 +114,7 @@ def _into(schema):
     for overload in packet.overloads():
         other = getattr(packet, overload)
         outs = [a.name for a in other._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write]
-        given = [(a.name, str(a.type)) for a in other._schema.arguments if a.name not in outs and a.name not in _FACTORY]
+        given = [(a.name, str(a.type)) for a in other._schema.arguments if a.name not in (*outs, *_FACTORY)]
         if len(outs) == len(schema.returns) and given == wanted:
             return other._op, outs, {a.name for a in other._schema.arguments}
     return None

@@ -64,7 +64,8 @@ class PinnedMemory(Addresses):
             self._sizes[address] = size
         else:
             raise OutOfMemoryError(
-                f"out of pinned host memory: tried to allocate {nbytes} bytes; {self.size - self._used} are free of {self.size}"
+                f"out of pinned host memory, an allocation of {nbytes} bytes: {self.size - self._used} bytes of "
+                f"{self.size} are free"
             )
         generation = self._born[address] = self._born.get(address, 0) + 1
         self._since[address] = self.step
@@ -112,7 +113,7 @@ class PinnedMemory(Addresses):
         return found
 
     def find(self, address: int) -> dict | None:
-        """The block that `address` falls in, in the form of a snapshot's block, or None where nothing was handed out."""
+        """The block that `address` falls in, in the form of a snapshot's block, None where nothing was handed out."""
         for block in self.blocks():
             if block.address <= address < block.end:
                 state = "active_allocated" if block.state == "allocated" else "inactive"

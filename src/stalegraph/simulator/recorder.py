@@ -98,16 +98,18 @@ class Recorder:
         shape = tuple(tensor.shape)
         if not operator.is_copy:
             raise CaptureError(
-                f"{operator.name}: {name} of shape {shape} is on the host; allowed in a capture: device tensors and numbers"
+                f"{operator.name}: {name} of shape {shape} is on the host; a capture takes device tensors and numbers"
             )
         if tensor.data_ptr() not in self.device.pinned:
             raise CaptureError(
-                f"{operator.name}: {name} of shape {shape} is in pageable host memory; {_NOT_PERMITTED} unless it is pinned "
-                "(device.pin)"
+                f"{operator.name}: {name} of shape {shape} is in pageable host memory; {_NOT_PERMITTED} unless it is "
+                "pinned (device.pin)"
             )
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if blocking:
-            raise CaptureError(f"{operator.name}: a copy that the host waits for; {_NOT_PERMITTED}, pass non_blocking=True")
+            raise CaptureError(
+                f"{operator.name}: a copy that the host waits for; {_NOT_PERMITTED}, pass non_blocking=True"
+            )
 
     def _results(self, operator, args, kwargs, wanted):
         """(what the operator returns, for each result its name and the new tensor, None where it is an argument)."""
