@@ -24,7 +24,7 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # Neighbours on one floor that may lean on each other, in this direction only.
 BESIDE = {
     ("ops", "kernels"), ("zoo", "vllm"), ("vllm", "zoo"), ("vllm", "runs"), ("bench", "runs"), ("record", "runs"), ("zoo", "plots"),
-    ("record", "vllm"), ("vllm", "record"),
+    ("record", "vllm"), ("vllm", "record"), ("bench", "record"),
 }  # fmt: skip
 
 
