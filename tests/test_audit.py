@@ -395,12 +395,20 @@ def test_a_raw_launch_whose_pointer_was_freed_is_found_by_its_parameter():
 
 
 def test_a_word_deep_in_a_struct_is_no_finding_until_a_second_capture_confirms_it():
-    capture, report = cuda_capture([Argument("p0+24", 0x1010, offset=24)]), Report()
+    capture, report = cuda_capture([Argument("p0+0", 0x9010, offset=0), Argument("p0+24", 0x1010, offset=24)]), Report()
     judge(capture, Now(lambda: FREED_LATER), report)
     assert not report.findings and "may be no pointers" in report.not_seen[0].why
     capture.confirmed.add((0, "p0+24"))
     judge(capture, Now(lambda: FREED_LATER), report)
     assert only(report).argument == "p0+24"
+
+
+def test_the_pointers_that_a_parameter_begins_with_are_pointers():
+    """An elementwise kernel gets its operands as one array of pointers."""
+    words = [Argument(f"p2+{at}", 0x9010 if at < 16 else 0x1010, offset=16 + at) for at in (0, 8, 16)]
+    capture, report = cuda_capture(words), Report()
+    judge(capture, Now(lambda: FREED_LATER), report)
+    assert only(report).argument == "p2+16" and not report.not_seen
 
 
 def test_parameters_that_cannot_be_read_are_told():

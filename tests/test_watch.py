@@ -261,6 +261,32 @@ def test_a_result_of_another_pool_that_was_dropped_is_class_d(both):
     assert only(w.report()).hazard == "D"
 
 
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_a_dead_input_in_the_pool_is_right_while_the_host_refreshes_its_bytes(both, refreshed):
+    """Cudagraph trees drop their static inputs, let the graph reuse the block, and copy into it by address each time."""
+    w, device = both
+    maker, x = captured(device, lambda: torch.empty(COUNT))
+    address = x.data_ptr()
+
+    def body():
+        nonlocal x
+        y = x * 2
+        x = None
+        return [y, full(7)]  # the fill takes the block of x
+
+    graph, out = captured(device, body, pool=maker.pool())
+    assert out[1].data_ptr() == address
+    with device.host():
+        raw = device.memory.tensor(address, (COUNT,), (1,), torch.float32)  # a tensor made from an address
+    for k in range(3):
+        if refreshed:
+            raw.copy_(full(k))
+        graph.replay()
+        assert float(out[0][0]) == (2 * k if refreshed else float(out[0][0]))
+    found = [finding.hazard for finding in w.report().findings]
+    assert found == ([] if refreshed else ["E"])
+
+
 def test_numbers_and_work_are_asked_for_at_capture_and_at_replay(both):
     w, device = both
     x, state = full(2), {"round": 7, "rows": 2}

@@ -181,8 +181,14 @@ def from_nodes(graph, backend, nodes, now: MemoryMap, then: MemoryMap | None, po
 
 
 def is_sure(node: Node, argument: Argument) -> bool:
-    """Whether `argument` is a pointer for certain: one of a copy or fill, or the first word of a kernel's parameter.
+    """Whether `argument` is a pointer for certain: one of a copy or fill, or among the pointers that a parameter begins with.
 
-    Words deeper in a struct may hold what an earlier call left on the stack.
+    Words deeper in a struct, behind something else, may hold what an earlier call left on the stack.
     """
-    return node.kind != "kernel" or argument.offset is None or argument.name.endswith("+0")
+    if node.kind != "kernel" or argument.offset is None:
+        return True
+    parameter, _, inside = argument.name.partition("+")
+    if not inside.isdigit() or int(inside) == 0:
+        return True
+    names = {other.name for other in node.arguments}
+    return all(f"{parameter}+{at}" in names for at in range(0, int(inside), 8))

@@ -287,6 +287,9 @@ def _pooled(capture, now, report, note, touch, place, pool, name) -> None:
     if not touch.reads:
         return
     writer, write, watched = _last_writer(now.captures, note)
+    if writer is not None and now.ledger is not None:
+        if now.ledger.written_at_since(note.address, note.end, writer.last_replay):
+            return  # the host has put new bytes there since, as cudagraph trees do with their inputs
     if writer is not None and write.note is not note:
         told = (
             f"the graph reads {name or touch.argument} at 0x{place['address']:x}; its tensor is gone and its block in pool "

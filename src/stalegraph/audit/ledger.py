@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from stalegraph.audit.extents import Extents
 
+MOST_RANGES = 100_000
+
 
 @dataclass
 class Entry:
@@ -26,8 +28,20 @@ class Entry:
 class Ledger:
     """Entries by storage note; only storages that a capture has touched have one."""
 
-    def __init__(self):
+    def __init__(self, clock=lambda: 0):
+        self.clock = clock
         self.entries: dict[object, Entry] = {}
+        self._by_address: dict[tuple[int, int], int] = {}  # bytes that the host wrote, as addresses -> when last
+
+    def host_wrote_at(self, low: int, high: int) -> None:
+        """The host wrote [low, high) through some tensor: one that is made from an address has a storage of its own."""
+        if len(self._by_address) >= MOST_RANGES:
+            self._by_address.clear()
+        self._by_address[low, high] = self.clock()
+
+    def written_at_since(self, low: int, high: int, moment: int) -> bool:
+        """Whether the host wrote into [low, high) at `moment` or later."""
+        return any(low < b and a < high and when >= moment for (a, b), when in self._by_address.items())
 
     def open(self, note, graph: int) -> None:
         """From now on writes to `note`'s storage are kept for `graph`."""

@@ -56,7 +56,7 @@ class Watch:
         self.raises, self.quiet, self.stream = raises, quiet, stream
         self.tick = 0  # replays so far: the watch's clock
         self.book = StorageBook(lambda: self.tick)
-        self.ledger = Ledger()
+        self.ledger = Ledger(lambda: self.tick)
         self.captures: list[Capture] = []
         self._report = Report(graphs=0)
         self._sight = Sight(self.book, self.ledger, self._on_device, self._on_host, rules.names())

@@ -24,7 +24,7 @@ SHAPE_ONLY = frozenset(
 UNWRITTEN = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 # In-place ops whose result does not depend on what was there.
 OVERWRITES = frozenset(
-    f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli", "set_data")
+    f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli", "_foreach_copy", "_foreach_zero")
 )
 RESIZE = "aten::resize_"
 NOT_VALUES = frozenset(
@@ -244,6 +244,10 @@ class Witness(TorchDispatchMode):
     def _hosted(self, op, inputs) -> None:
         for _, write, tensor in inputs:
             note = self.book.find(tensor)
+            if write:
+                start = tensor.untyped_storage().data_ptr()
+                for low, high in ranges(tensor):
+                    self.ledger.host_wrote_at(start + low, start + high)
             if note is None:
                 continue
             if not write or (op.endswith("_") and op not in OVERWRITES):

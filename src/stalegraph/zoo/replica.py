@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
 
+HOLES = 256  # more than torch and a device leave behind
 ROWS = 256  # float32 elements of most tensors here: 1 KiB, so that blocks are of one small size
 
 
@@ -72,6 +74,12 @@ class Replica:
 
     def result(self) -> torch.Tensor:
         return self.device.to_host(self.out)
+
+    def settle(self) -> None:
+        """Fills the holes that earlier work has left in the allocator, so that a block freed here is the next one taken."""
+        gc.collect()
+        self.device.empty_cache()
+        self.held += [self.full(ROWS, 0.0) for _ in range(HOLES)]
 
     def churn(self) -> None:
         """Allocates and holds tensors of the usual and of odd sizes, so that a freed block does not stay as it was."""

@@ -49,6 +49,7 @@ def run_watched(replica, device) -> Outcome:
 
 
 def _steps(instance, device, outcome, before_replay) -> None:
+    instance.settle()
     instance.prepare()
     if before_replay is not None:
         before_replay(instance, -1)
