@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from stalegraph import zoo
 from stalegraph.audit.examine import named
+from stalegraph.simulator import CUDAGraph as SimulatedGraph
 from stalegraph.zoo.run import run, run_watched
 
 CAUSE, SYMPTOM, NOTHING, FALSE_ALARM = "cause", "symptom", "nothing", "false alarm"
@@ -109,6 +111,70 @@ def liveness(name: str, form: str, device) -> Sight:
         return _judge(name, form, str(error).splitlines()[0], "dead tensor" in str(error))
     finally:
         torch.cuda.CUDAGraph.capture_begin = begin
+
+
+def missing_simulated_liveness() -> str | None:
+    found = importlib.util.find_spec("torch.utils._cuda_debug")
+    return None if found is not None else f"torch {torch.__version__} has no check_input_liveness; 2.13 has"
+
+
+def liveness_simulated(name: str, form: str, device) -> Sight:
+    """The same check, torch's own tracker, on the simulated GPU: only its questions about CUDA are answered by the device."""
+    from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker, _TensorTrackingMode, _TrackedTensorInfo
+
+    class Mode(_TensorTrackingMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.numel()]
+            if any(device.is_device(one) for one in inputs):
+                for one in inputs:
+                    if device.is_device(one) or one.data_ptr() in device.pinned:
+                        self._tracker.track_external_input(one)
+                for one in tree_leaves(out):
+                    if isinstance(one, torch.Tensor) and one.numel() and device.is_device(one):
+                        self._tracker.mark_internal_output(one)
+            return out
+
+    class Tracker(_CUDAGraphInputLivenessTracker):
+        def start(self):
+            self._dispatch_mode = Mode(self)
+            self._dispatch_mode.__enter__()
+
+        def track_external_input(self, tensor):
+            super().track_external_input(tensor)
+            info = self._external_inputs.get(tensor.data_ptr())
+            if isinstance(info, _TrackedTensorInfo) and device.is_device(tensor):
+                info.device_index = 0
+
+        def _get_memory_snapshot(self, capture_pool):
+            return [one for one in device.memory_snapshot() if one["segment_pool_id"] == tuple(capture_pool)]
+
+    class Graph(SimulatedGraph):
+        @contextmanager
+        def capture(self, pool=None):
+            self.tracker = Tracker()
+            with super().capture(pool):
+                self.tracker.start()
+                try:
+                    yield self
+                finally:
+                    self.tracker.stop()
+
+        def replay(self):
+            self.tracker.check_alive(self.pool())
+            super().replay()
+
+    make = device.graph
+    device.graph = lambda pool=None: Graph(device, pool)
+    try:
+        run(zoo.load(name, form), device)
+        return _judge(name, form, "", False)
+    except RuntimeError as error:
+        if "dead tensor" not in str(error):
+            raise
+        return _judge(name, form, str(error).splitlines()[0], True)
+    finally:
+        device.graph = make
 
 
 def missing_memcheck() -> str | None:

@@ -7,17 +7,21 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
+import torch
+
 from stalegraph import recorded, zoo
 from stalegraph.errors import RungUnavailable
+from stalegraph.simulator import Device
 from stalegraph.zoo import detectors
 
 SCHEMA = 1
-RECORD = "h200/zoo"
+RECORDS = ("h200/zoo", "h200/zoo_probes")  # the first that holds a job's results is read
 OURS_SIM, OURS_CUDA = "stalegraph (sim)", "stalegraph (CUDA)"
 POINTERS = "data_ptr comparison"
+LIVENESS = "torch input liveness"
 # Detectors that need a GPU: title -> (job of the recording, why it cannot run without one or None, the look).
 ON_GPU = {
-    "torch input liveness": ("liveness", detectors.missing_liveness, detectors.liveness),
+    LIVENESS: ("liveness", detectors.missing_liveness, detectors.liveness),
     "compute-sanitizer memcheck": ("memcheck", detectors.missing_memcheck, lambda name, form, _: detectors.memcheck(name, form)),
     "torch-cudagraph-debug 0.2.0": ("value_probes", detectors.missing_value_probes, detectors.value_probes),
 }
@@ -51,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args) -> int:
-    import torch
-
     gpu = torch.cuda.is_available()
     if args.rung == "cuda" and not gpu:
         raise RungUnavailable("rung is 'cuda' and there is no CUDA device; allowed: sim, beside the recorded rows")
@@ -78,26 +80,31 @@ def missed(cells: list[Cell]) -> list[str]:
 
 def scoreboard(*, run_sim: bool = True, run_cuda: bool = False) -> list[Cell]:
     """All cells: ours and the pointer comparison run here; what needs a GPU runs here or is read from the recording."""
-    from stalegraph.simulator import Device
-
     cells = []
     for title, look in ((OURS_SIM, lambda *what: detectors.ours(*what)[0]), (POINTERS, detectors.data_ptr_comparison)):
-        for name in zoo.REPLICAS:
-            if not run_sim:
-                cells.append(_not_run(title, name, "--rung cuda"))
-                continue
-            sights = []
-            for form in zoo.FORMS:
-                with Device(memory_bytes=1 << 26) as device:
-                    sights.append(look(name, form, device))
-            cells.append(_cell(title, name, *sights, "run here on the simulated GPU"))
-    record = recorded.load(RECORD) if recorded.available(RECORD) else None
+        if run_sim:
+            cells += _on_sim(title, look, "run here on the simulated GPU")
+        else:
+            cells += [_not_run(title, name, "--rung cuda") for name in zoo.REPLICAS]
     cuda = {OURS_CUDA: ("ours", lambda: None, lambda *what: detectors.ours(*what)[0]), **ON_GPU}
     for title, (job, missing, look) in cuda.items():
         if run_cuda and missing() is None:
             cells += _on_gpu(title, look)
+        elif title == LIVENESS and run_sim and detectors.missing_simulated_liveness() is None:
+            cells += _on_sim(title, detectors.liveness_simulated, f"torch {torch.__version__}'s own tracker, run here on the simulated GPU")
         else:
-            cells += _recorded(title, job, record, missing() if run_cuda else None)
+            cells += _recorded(title, job, missing() if run_cuda else None)
+    return cells
+
+
+def _on_sim(title, look, source) -> list[Cell]:
+    cells = []
+    for name in zoo.REPLICAS:
+        sights = []
+        for form in zoo.FORMS:
+            with Device(memory_bytes=1 << 26) as device:
+                sights.append(look(name, form, device))
+        cells.append(_cell(title, name, *sights, source))
     return cells
 
 
@@ -109,16 +116,18 @@ def _on_gpu(title, look) -> list[Cell]:
     return cells
 
 
-def _recorded(title, job, record, missing) -> list[Cell]:
+def _recorded(title, job, missing) -> list[Cell]:
+    records = [recorded.load(name) for name in RECORDS if recorded.available(name)]
+    record = next((one for one in records if "sights" in one.data.get(job, {})), None)
     if record is None:
-        return [_not_run(title, name, missing or f"no GPU here and no recording {RECORD}") for name in zoo.REPLICAS]
-    data = record.data[job]
-    if "sights" not in data:
-        return [_not_run(title, name, f"{data['missing']} ({record.provenance.caption()})") for name in zoo.REPLICAS]
+        reasons = [one.data[job]["missing"] for one in records if job in one.data]
+        why = missing or (reasons[0] if reasons else f"no GPU here and no recording {RECORDS[0]}")
+        return [_not_run(title, name, why) for name in zoo.REPLICAS]
+    sights = record.data[job]["sights"]
     cells = []
     for name in zoo.REPLICAS:
-        sights = [data["sights"].get(f"{name}/{form}") for form in zoo.FORMS]
-        pair = [detectors.Sight(**one) if one else detectors.Sight(NOT_RUN) for one in sights]
+        found = [sights.get(f"{name}/{form}") for form in zoo.FORMS]
+        pair = [detectors.Sight(**one) if one else detectors.Sight(NOT_RUN) for one in found]
         cells.append(_cell(title, name, *pair, record.provenance.caption()))
     return cells
 
