@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import tempfile
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ RUNNERS = ("v1", "v2")
 CAPTURE_SIZES = (1, 2, 4, 8)
 MAX_MODEL_LEN = 4096  # tokens; raised where prompt and answer need more
 RECITER_CACHE = 256 << 20  # bytes of KV cache: a reciter's token takes 576
+PATIENCE = 60.0  # seconds that an engine waits for its neighbours to start
 GPU_ERRORS = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
 
 
@@ -138,18 +140,29 @@ def listen() -> Lines:
     return lines
 
 
-@contextmanager
-def turn(path: str | None):
-    """While several engines share a GPU, one at a time is asked: holds a lock on the file `path`."""
-    if path is None:
-        yield
-        return
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+@dataclass(frozen=True)
+class Turns:
+    """Engines that share a GPU are asked one at a time, and none before all `engines` have started (or PATIENCE is over).
+
+    So the times of one are not those of its neighbours' start. `folder` is theirs alone.
+    """
+
+    folder: str
+    engines: int = 1
+
+    @contextmanager
+    def mine(self):
+        folder = Path(self.folder)
+        (folder / f"ready-{os.getpid()}").touch()
+        ends = time.monotonic() + PATIENCE
+        while len(list(folder.glob("ready-*"))) < self.engines and time.monotonic() < ends:
+            time.sleep(0.1)
+        with open(folder / "turn", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
-def run(settings: Settings, progress: str, turns: str | None = None) -> dict:
+def run(settings: Settings, progress: str, turns: Turns | None = None) -> dict:
     """In the child: start the engine, ask each batch, return the record; `progress` gets it as JSON after each batch.
 
     What the GPU reports as an error ends the run and is recorded in `failure` of its batch.
@@ -166,11 +179,11 @@ def run(settings: Settings, progress: str, turns: str | None = None) -> dict:
     on_arrival(BACKEND, lambda module: builds.attach(module, torch.cuda.CUDAGraph))
     known = set(getattr(getattr(vllm, "EngineArgs", None), "__dataclass_fields__", ())) or None
     llm = vllm.LLM(**arguments(settings, known))
-    record["engine"] = facts(llm, torch)
+    record["engine"] = facts(llm) | machine()
     if record["engine"]["mla"] is False:
         raise UsageError(f"model is {settings.model!r}, which has no MLA; allowed: a DeepSeek-style MLA model")
     record["captured"] = builds.order
-    with turn(turns):
+    with turns.mine() if turns else nullcontext():
         for batch in settings.batches:
             record["batches"].append(ask(llm, vllm, settings, batch, builds))
             record["log"] = said.kept
@@ -226,18 +239,28 @@ def versions(torch, vllm) -> dict:
     return {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
 
 
-def facts(llm, torch) -> dict:
-    """What the started engine says of itself: runner, graph mode, whether it runs MLA; and the GPU's name and SMs."""
+def machine() -> dict:
+    """The GPU that torch sees, the driver, torch and CUDA; also the target of a child that asks and ends."""
+    import torch
+
     from stalegraph.record.provenance import driver_version
 
-    engine = getattr(llm, "llm_engine", None)
-    config = getattr(engine, "vllm_config", None)
-    model, compilation = getattr(config, "model_config", None), getattr(config, "compilation_config", None)
     device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "device": getattr(device, "name", "none"),
         "sm_count": getattr(device, "multi_processor_count", None),
         "driver": driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def facts(llm) -> dict:
+    """What the started engine says of itself: runner, graph mode, whether it runs MLA."""
+    engine = getattr(llm, "llm_engine", None)
+    config = getattr(engine, "vllm_config", None)
+    model, compilation = getattr(config, "model_config", None), getattr(config, "compilation_config", None)
+    return {
         "mla": getattr(model, "use_mla", None),
         "architecture": next(iter(getattr(model, "architectures", None) or ()), None),
         "runner": runner_of(engine),
@@ -255,7 +278,7 @@ def runner_of(engine) -> str | None:
     return {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}.get(module)
 
 
-def start(settings: Settings, *, timeout: float = 600.0, turns: str | None = None) -> tuple[dict | None, Isolated]:
+def start(settings: Settings, *, timeout: float = 600.0, turns: Turns | None = None) -> tuple[dict | None, Isolated]:
     """Run one engine in a child: its record (as far as it came) and how the child ended. Never raises for what happens there."""
     with tempfile.TemporaryDirectory(prefix="stalegraph-engine-") as folder:
         progress = os.path.join(folder, "record.json")

@@ -7,6 +7,7 @@ times are of one engine alone.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from stalegraph.errors import StalegraphError, UsageError
+from stalegraph.isolate import run_isolated
 from stalegraph.recorded import Provenance
 from stalegraph.recorded.store import write
 from stalegraph.vllm import engine
@@ -23,7 +25,7 @@ from stalegraph.vllm.affected import installed_version
 from stalegraph.vllm.export import export
 from stalegraph.vllm.releases import ARCHITECTURES, release_of, span
 from stalegraph.vllm.reproduce import PROMPT, runs_of
-from stalegraph.vllm.server import serve_once
+from stalegraph.vllm.server import FULL, serve_once
 
 V2, V3 = ARCHITECTURES
 BATCHES = (1, 3, 8, 5)  # five last: padded to eight it may end the engine (#33664)
@@ -59,7 +61,7 @@ def settings_of(chosen, folders: dict[str, str]) -> engine.Settings:
     )
 
 
-def record_engine(chosen, folders, turns, timeout) -> dict:
+def record_engine(chosen, folders, turns: engine.Turns, timeout) -> dict:
     """One engine's record: what it says of itself, and each batch's verdict, texts, addresses and times."""
     settings = settings_of(chosen, folders)
     record, result = engine.start(settings, timeout=timeout, turns=turns)
@@ -86,26 +88,29 @@ def record_engine(chosen, folders, turns, timeout) -> dict:
     return found
 
 
-def record_serve(folders, turns, timeout) -> dict:
-    """What `vllm serve` completes with the hot-fix off and on."""
-    prompt, found = PROMPT.decode(), []
+def record_serve(folder, timeout) -> dict:
+    """What `vllm serve` completes with the hot-fix off and on, in its default mode and with full decode graphs alone."""
+    prompt = PROMPT.decode()
     want = (prompt * 2)[:ASKED]
-    with tempfile.TemporaryDirectory(prefix="stalegraph-serve-") as folder, ThreadPoolExecutor(2) as pool:
-        logs = {hotfix: Path(folder, f"{hotfix}.log") for hotfix in ("off", "auto")}
-        jobs = {
-            hotfix: pool.submit(serve_once, folders[V2], prompt, ASKED, log, hotfix=hotfix, timeout=timeout)
-            for hotfix, log in logs.items()
-        }
-        for hotfix, job in jobs.items():
-            one = job.result() | {"hotfix": hotfix}
-            one["right"] = sum(got == wanted for got, wanted in zip(one["text"] or "", want)) / ASKED
-            lines = logs[hotfix].read_text(errors="replace").splitlines()
-            one["log"] = [line for line in lines if "stalegraph" in line][:8]
-            if one["text"] is None:
-                one["log"] += lines[-25:]
-            found.append(one)
-            print(f"serve, hot-fix {hotfix}: {one['right']:.1%} right {one['why']}", file=sys.stderr, flush=True)
-    return {"prompt": prompt, "tokens": ASKED, "runs": found}
+    cases = [(mode, hotfix) for mode in ("default", "full") for hotfix in ("off", "auto")]
+
+    def one(case):
+        mode, hotfix = case
+        with tempfile.TemporaryDirectory(prefix="stalegraph-serve-") as scratch:
+            log = Path(scratch, "log")
+            options = FULL if mode == "full" else {}
+            found = serve_once(folder, prompt, ASKED, log, hotfix=hotfix, options=options, timeout=timeout)
+            lines = log.read_text(errors="replace").splitlines()
+        found |= {"mode": mode, "hotfix": hotfix}
+        found["right"] = sum(got == wanted for got, wanted in zip(found["text"] or "", want)) / ASKED
+        found["log"] = [line[:400] for line in lines if "stalegraph.hotfix" in line or "stalegraph hot-fix" in line][:4]
+        if found["text"] is None:
+            found["log"] += [line[:400] for line in lines if "Error" in line][:20] + [line[:400] for line in lines[-15:]]
+        print(f"serve {mode}, hot-fix {hotfix}: {found['right']:.1%} right {found['why']}", file=sys.stderr, flush=True)
+        return found
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return {"prompt": prompt, "tokens": ASKED, "runs": list(pool.map(one, cases))}
 
 
 def record_issue() -> dict:
@@ -119,27 +124,22 @@ def record_issue() -> dict:
     return {"exit_code": done.returncode, "output": done.stdout[-3000:]}
 
 
-def provenance(engines: list[dict], command: str) -> Provenance:
-    """Device and versions as the engines themselves named them; the library by its file."""
-    import hashlib
-
+def provenance(command: str) -> Provenance:
+    """Device and versions as a child process finds them; the library by its file."""
     from stalegraph.cuda.elf import read_library
     from stalegraph.cuda.library import find_library
 
-    told = next((one for one in engines if one["engine"]), None)
-    facts, versions = (told["engine"], told["versions"]) if told else ({}, {})
+    asked = run_isolated(engine.machine)
+    if not asked.ok:
+        raise UsageError(f"records need a machine that can say what it is: {asked.summary()}")
     library = read_library(find_library(None))
     digest = hashlib.sha256(library.path.read_bytes()).hexdigest()
     return Provenance(
-        device=facts.get("device", "unknown"),
-        sm_count=facts.get("sm_count"),
-        driver=facts.get("driver", "unknown"),
-        torch=versions.get("torch", "unknown"),
         vllm=installed_version(),
         flashmla=f"{library.path.name}, {library.nbytes} bytes, sha256 {digest}",
-        cuda=versions.get("cuda", "unknown"),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
+        **asked.value,
     )
 
 
@@ -165,20 +165,19 @@ def main(args: argparse.Namespace) -> int:
     command = f"python -m stalegraph.vllm.evidence --out repro/recorded/h200/vllm-{version}"
     with tempfile.TemporaryDirectory(prefix="stalegraph-evidence-") as scratch:
         folders = {name: str(export(Path(scratch, name), PROMPT, architecture=name)) for name in ARCHITECTURES}
-        turns = str(Path(scratch, "turns"))
+        engines = []
         with ThreadPoolExecutor(args.jobs) as pool:
-            engines = [pool.submit(record_engine, one, folders, turns, args.timeout) for one in chosen if "engine" in items]
-            served = pool.submit(record_serve, folders, turns, args.timeout) if "serve" in items else None
-            issue = pool.submit(record_issue) if "issue" in items else None
-            engines = [one.result() for one in engines]
-            source = provenance(engines, command)
-            if engines:
-                data = {"prompt": PROMPT.decode(), "tokens": TOKENS, "texts_are": "hex of bytes", "engines": engines}
-                write(args.out, "engine", data, source)
-            if served:
-                write(args.out, "serve", served.result(), source)
-            if issue:
-                write(args.out, "issue", issue.result(), source)
+            # Engines first and by themselves: times of one are not to be those of others' start.
+            if "engine" in items:
+                turns = engine.Turns(scratch, min(args.jobs, len(chosen)))
+                engines = list(pool.map(lambda one: record_engine(one, folders, turns, args.timeout), chosen))
+                source = provenance(command)
+                data = {"prompt": PROMPT.decode(), "tokens": TOKENS, "texts_are": "hex of bytes", "jobs": args.jobs}
+                write(args.out, "engine", data | {"engines": engines}, source)
+            others = {"serve": lambda: record_serve(folders[V2], args.timeout), "issue": record_issue}
+            jobs = {name: pool.submit(take) for name, take in others.items() if name in items}
+            for name, job in jobs.items():
+                write(args.out, name, job.result(), provenance(command))
     print(f"{len(engines)} engines in {time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0 if all(one["ended"]["ok"] for one in engines) else 1
 

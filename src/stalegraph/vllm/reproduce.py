@@ -354,7 +354,7 @@ def on_vllm(request: Request) -> list[Run]:
             )
             for mode in request.modes
         ]
-        turns = str(Path(folder, "turns")) if request.jobs > 1 else None
+        turns = engine.Turns(folder, min(request.jobs, len(settings))) if request.jobs > 1 else None
         with ThreadPoolExecutor(request.jobs) as pool:
             ends = list(pool.map(lambda one: engine.start(one, timeout=request.timeout, turns=turns), settings))
     runs = [run for one, end in zip(settings, ends) for run in runs_of(one, *end)]

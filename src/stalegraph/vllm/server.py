@@ -14,6 +14,14 @@ import urllib.request
 from pathlib import Path
 
 HOST = "127.0.0.1"
+OPTIONS = {
+    "--kv-cache-dtype": "fp8",
+    "--max-model-len": "4096",
+    "--max-num-seqs": "8",
+    "--gpu-memory-utilization": "0.1",
+    "--kv-cache-memory-bytes": str(256 << 20),  # a server beside others cannot profile its memory
+}
+FULL = {"--compilation-config": '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'}
 STEP = 0.5  # seconds between two looks at whether the server is up
 
 
@@ -23,11 +31,10 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def command(model: str, port: int) -> list[str]:
+def command(model: str, port: int, options: dict[str, str]) -> list[str]:
     """The server's command line; all that is not named is vLLM's own choice, graphs and compilation included."""
-    options = {"--kv-cache-dtype": "fp8", "--max-model-len": "4096", "--max-num-seqs": "8", "--gpu-memory-utilization": "0.1"}
     found = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", HOST, "--port", str(port)]
-    return found + [word for pair in options.items() for word in pair]
+    return found + [word for pair in (OPTIONS | options).items() for word in pair]
 
 
 def complete(model: str, port: int, prompt: str, tokens: int, timeout: float = 60.0) -> str:
@@ -48,8 +55,10 @@ def is_up(port: int) -> bool:
         return False
 
 
-def serve_once(model: str, prompt: str, tokens: int, log: Path, *, hotfix: str, timeout: float = 240.0) -> dict:
+def serve_once(model: str, prompt: str, tokens: int, log: Path, *, hotfix: str, options=None, timeout=240.0) -> dict:
     """Serve `model` with STALEGRAPH_HOTFIX=`hotfix` and complete `prompt`: {"text", "why"}, text None where it failed.
+
+    `options` are more of the command line, option -> value; the server's output goes to the file `log`.
 
     The engine core is a process of its own here, so the plugin has to reach it by itself.
     """
@@ -59,7 +68,12 @@ def serve_once(model: str, prompt: str, tokens: int, log: Path, *, hotfix: str, 
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with open(log, "wb") as out:
         child = subprocess.Popen(
-            command(model, port), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            command(model, port, options or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
         )
         try:
             ends = time.monotonic() + timeout
