@@ -14,7 +14,7 @@ struct Here { Word thread; operator Word() const { return thread; } };
 static struct { Here x; } threadIdx;
 static Dim blockDim;
 
-constexpr Word THREADS = 1024, STACK = 1 << 15, SHARED = 1 << 15;
+constexpr Word THREADS = 1024, STACK = 1 << 15, SHARED = 1 << 16;
 enum State { RUNNING, AT_WARP, AT_BLOCK, ENDED };
 enum Operation { ADD, MIN, UP, FROM, BALLOT, COUNT };
 static ucontext_t scheduler, contexts[THREADS];
@@ -37,6 +37,7 @@ static Word __ballot_sync(Word, bool value) { return meet(AT_WARP, BALLOT, value
 static bool __any_sync(Word, bool value) { return meet(AT_WARP, BALLOT, value) != 0; }
 static Word __syncthreads_count(bool value) { return meet(AT_BLOCK, COUNT, value); }
 static void __syncthreads() { meet(AT_BLOCK, COUNT, 0); }
+static void __syncwarp() { meet(AT_WARP, BALLOT, 0); }
 static Word __popc(Word value) { return __builtin_popcount(value); }
 static int __clz(Word value) { return value ? __builtin_clz(value) : 32; }
 
@@ -47,11 +48,12 @@ static int __clz(Word value) { return value ? __builtin_clz(value) : 32; }
 #define __launch_bounds__(threads)
 #include "kernel.inc"
 
-static struct { const int* seq_lens; Word batch, parts, capacity, each; int4* rows; int* num_splits; } call;
+static struct { const int* seq_lens; Word batch, parts, capacity, table, row_stride, each; int4* rows; int *num_splits, *block_table; } call;
 
 static void thread_body() {
     auto kernel = call.each == 1 ? schedule_1 : schedule_4;
-    kernel(call.seq_lens, call.batch, call.parts, call.rows, call.num_splits, call.capacity);
+    kernel(call.seq_lens, call.batch, call.parts, call.rows, call.num_splits, call.capacity, call.table,
+           call.block_table, call.row_stride);
     state[threadIdx.x] = ENDED;
     swapcontext(&contexts[threadIdx.x], &scheduler);
 }
@@ -73,9 +75,9 @@ static void finish_warp(Word base) {
 
 // 0: done. 1: lanes of a warp met at different operations. 2: threads wait for others that never come.
 extern "C" int run_block(const int* seq_lens, Word batch, Word parts, int4* rows, int* num_splits, Word capacity,
-                         Word each, Word threads) {
+                         Word table, int* block_table, Word row_stride, Word each, Word threads) {
     static char* stacks = (char*)malloc(THREADS * STACK);
-    call = {seq_lens, batch, parts, capacity, each, rows, num_splits};
+    call = {seq_lens, batch, parts, capacity, table, row_stride, each, rows, num_splits, block_table};
     blockDim.x = threads;
     std::fill(shared_words, shared_words + SHARED, 0xdeadbeefu);
     for (Word thread = 0; thread < threads; thread++) {

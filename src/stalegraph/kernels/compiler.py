@@ -30,7 +30,7 @@ def _bindings():
     return driver, nvrtc
 
 
-def _done(result, what: str):
+def done(result, what: str):
     """The values of a cuda-bindings call that succeeded; raises StalegraphError, naming `what`, for one that did not."""
     status, *values = result
     if int(status) != 0:
@@ -42,7 +42,7 @@ def compile_cubin(source: str, arch: str) -> bytes:
     """`source` compiled for `arch` ("sm_90"); raises StalegraphError with the compiler's log where it does not compile."""
     _, nvrtc = _bindings()
     try:
-        program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"schedule.cu", 0, [], []), "nvrtcCreateProgram")
+        program = done(nvrtc.nvrtcCreateProgram(source.encode(), b"schedule.cu", 0, [], []), "nvrtcCreateProgram")
     except (RuntimeError, OSError) as error:  # the bindings load libnvrtc at their first call
         if isinstance(error, StalegraphError):
             raise
@@ -51,12 +51,12 @@ def compile_cubin(source: str, arch: str) -> bytes:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(status) != 0:
-            log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
-            _done(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+            log = b" " * done(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            done(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
             text = log.decode(errors="replace").strip("\0 \n")
             raise StalegraphError(f"NVRTC cannot compile for {arch} ({status.name}): {text}")
-        cubin = b" " * _done(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
-        _done(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        cubin = b" " * done(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        done(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
         return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -98,9 +98,9 @@ def load(source: str, arch: str, names: tuple[str, ...]) -> list:
     driver, _ = _bindings()
     status, module = driver.cuModuleLoadData(cached_cubin(source, arch))
     if int(status) != 0:  # a damaged cache: compile again
-        module = _done(driver.cuModuleLoadData(compile_cubin(source, arch)), "cuModuleLoadData")
-    functions = [_done(driver.cuModuleGetFunction(module, name.encode()), f"cuModuleGetFunction({name})") for name in names]
+        module = done(driver.cuModuleLoadData(compile_cubin(source, arch)), "cuModuleLoadData")
+    functions = [done(driver.cuModuleGetFunction(module, name.encode()), f"cuModuleGetFunction({name})") for name in names]
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_BINARY_VERSION
     for function in functions:  # asking forces the lazy loader, which must not start within a capture
-        _done(driver.cuFuncGetAttribute(attribute, function), "cuFuncGetAttribute")
+        done(driver.cuFuncGetAttribute(attribute, function), "cuFuncGetAttribute")
     return functions

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from stalegraph import schedule
 from stalegraph.errors import CaptureError, RungUnavailable, StalegraphError, UsageError
-from stalegraph.kernels.compiler import load
+from stalegraph.kernels.compiler import done, load
 
 MAX_PARTS = 1024  # more than any GPU has SMs
 LOWEST_CAPABILITY = (8, 0)  # the kernel reduces over a warp in one instruction
 SOURCE = Path(__file__).with_name("schedule.cu")
 WORD = 4  # bytes
+_INT32, _WIDTH, _MAX_BATCH = torch.int32, schedule.METADATA_WIDTH, schedule.MAX_BATCH
+# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 2,000 tokens fit; for few requests it
+# does not pay.
+TABLE_A_REQUEST, FEWEST_TABLED, LARGEST_TABLE = 64, 5, 64 << 10
+STATIC_SHARED = 1 << 10  # bytes that the kernel declares itself
 
 _kernels: dict[int, _Kernel] = {}  # by device index
 _kernels_lock = threading.Lock()
@@ -25,13 +32,19 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 
 
 class _Arguments(threading.local):
-    """The kernel's six arguments and the array of pointers to them, one a thread: the driver copies them at launch."""
+    """The kernel's arguments packed in one buffer, and the array of pointers into it, one a thread: launching copies them.
+
+    In order: seq_lens, batch, num_sm_parts, rows, num_splits, its capacity, bytes of the table, block_table, its row stride.
+    """
+
+    LAYOUT = struct.Struct("@PIIPPIIPI")
+    OFFSETS = (0, 8, 12, 16, 24, 32, 36, 40, 48)
 
     def __init__(self):
-        self.seq_lens, self.rows, self.num_splits = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.batch, self.parts, self.capacity = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint32()
-        order = (self.seq_lens, self.batch, self.parts, self.rows, self.num_splits, self.capacity)
-        self._pointers = (ctypes.c_void_p * len(order))(*map(ctypes.addressof, order))
+        self._buffer = (ctypes.c_uint64 * -(-self.LAYOUT.size // 8))()
+        begin = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(self.OFFSETS))(*(begin + offset for offset in self.OFFSETS))
+        self.pack = partial(self.LAYOUT.pack_into, self._buffer, 0)
         self.address = ctypes.addressof(self._pointers)
 
 
@@ -47,10 +60,34 @@ class _Kernel:
             self.one_each, self.four_each = load(
                 SOURCE.read_text(), f"sm_{capability[0]}{capability[1]}", ("schedule_1", "schedule_4")
             )
+            self.largest_table = allow_shared_memory((self.one_each, self.four_each), index)
         from cuda.bindings import driver
 
         self.launch = driver.cuLaunchKernel
         self.index = index
+
+
+def allow_shared_memory(functions, index: int) -> int:
+    """Lets `functions` use all of a block's shared memory; returns how many bytes of it the largest table may take."""
+    from cuda.bindings import driver
+
+    most = done(
+        driver.cuDeviceGetAttribute(
+            driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUdevice(index)
+        ),
+        "cuDeviceGetAttribute",
+    )
+    rest = shared_bytes(schedule.MAX_BATCH, MAX_PARTS, 0)
+    table = min(LARGEST_TABLE, (most - rest - STATIC_SHARED) // 32 * 32)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    for function in functions:
+        done(driver.cuFuncSetAttribute(function, attribute, rest + table), "cuFuncSetAttribute")
+    return table
+
+
+def shared_bytes(batch: int, parts: int, table: int) -> int:
+    """The dynamic shared memory of a launch: the table, two words a cut, two a request and some more."""
+    return table + WORD * (2 * (parts + 1) + 16 + 2 * batch + 2)
 
 
 _arguments = _Arguments()
@@ -121,7 +158,12 @@ def check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
 
 def block_threads(batch: int) -> int:
     """How many threads the one block has."""
-    return 256 if batch <= 256 else 512 if batch <= 512 else 1024
+    return 256 if batch <= 1024 else 1024
+
+
+def table_bytes(batch: int) -> int:
+    """How many bytes of shared memory the look-up table may take."""
+    return 0 if batch < FEWEST_TABLED else min(TABLE_A_REQUEST * batch, LARGEST_TABLE)
 
 
 def schedule_into(
@@ -130,6 +172,7 @@ def schedule_into(
     num_splits: torch.Tensor,
     num_sm_parts: int | None = None,
     *,
+    block_table: torch.Tensor | None = None,
     check: bool = False,
 ) -> None:
     """FlashMLA's schedule of `seq_lens` (batch,) int32, written into the given buffers by one kernel on the current stream.
@@ -138,37 +181,75 @@ def schedule_into(
     device. `num_sm_parts` defaults to the rows given. The rows' three unused columns become 0 (FlashMLA leaves them), and
     num_splits behind batch + 1 repeats its last sum. Batch 1 to 4096, all requests together below 2^30 blocks.
 
+    With `block_table` (at least batch, width) int32, rows contiguous, the entry in memory before the row of each empty
+    request becomes 0 where it is negative: the attention kernel loads that page (vLLM #33664).
+
     Nothing is allocated, copied or read back, so lengths are not checked: negative ones count as 0. `check=True` reads
     them back first, which waits for the device, and raises UsageError instead.
     Raises UsageError before any launch, CaptureError where a capture finds the kernel not compiled.
     """
-    batch, parts, capacity = check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
-    index = seq_lens.get_device()
-    kernel = _kernels.get(index) or _kernel(index)
+    index = seq_lens.get_device() if isinstance(seq_lens, torch.Tensor) else -1
+    kernel = _kernels.get(index)
+    if kernel is None:
+        check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
+        kernel = _kernel(index)
+    # The short way through the checks; whoever fails one is told by check_arguments what is wrong.
+    try:
+        batch, capacity = seq_lens.numel(), num_splits.numel()
+        rows, columns = tile_scheduler_metadata.shape
+        parts = rows if num_sm_parts is None else num_sm_parts
+        address = tile_scheduler_metadata.data_ptr()
+        sound = (
+            seq_lens.dtype is _INT32 and tile_scheduler_metadata.dtype is _INT32 and num_splits.dtype is _INT32
+            and tile_scheduler_metadata.get_device() == index == num_splits.get_device()
+            and seq_lens.dim() == 1 == num_splits.dim() and columns == _WIDTH
+            and seq_lens.is_contiguous() and tile_scheduler_metadata.is_contiguous() and num_splits.is_contiguous()
+            and 0 < batch <= _MAX_BATCH and batch < capacity and address % 16 == 0
+            and isinstance(parts, int) and 0 < parts <= rows and parts <= MAX_PARTS
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        batch, parts, capacity = check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
     if check:
         _check_lengths(seq_lens)
+    table = min(table_bytes(batch), kernel.largest_table)
+    pages = stride = 0
+    if block_table is not None:
+        _check_block_table(block_table, seq_lens)
+        pages, stride = block_table.data_ptr(), block_table.stride(0)
     arguments = _arguments
-    arguments.seq_lens.value = seq_lens.data_ptr()
-    arguments.batch.value = batch
-    arguments.parts.value = parts
-    arguments.rows.value = tile_scheduler_metadata.data_ptr()
-    arguments.num_splits.value = num_splits.data_ptr()
-    arguments.capacity.value = capacity
-    if index != _current_device():
-        with torch.cuda.device(index):
-            _launch(kernel, batch, parts, arguments)
+    arguments.pack(
+        seq_lens.data_ptr(), batch, parts, address, num_splits.data_ptr(), capacity, table, pages, stride
+    )  # fmt: skip
+    if index == _current_device():
+        _launch(kernel, batch, parts, table, arguments.address)
     else:
-        _launch(kernel, batch, parts, arguments)
+        with torch.cuda.device(index):
+            _launch(kernel, batch, parts, table, arguments.address)
 
 
-def _launch(kernel: _Kernel, batch: int, parts: int, arguments: _Arguments) -> None:
+def _launch(kernel: _Kernel, batch: int, parts: int, table: int, arguments: int) -> None:
     (status,) = kernel.launch(
-        kernel.one_each if batch <= 1024 else kernel.four_each,
+        kernel.one_each if batch <= 256 else kernel.four_each,
         1, 1, 1, block_threads(batch), 1, 1,
-        WORD * (2 * (parts + 1) + 2 * batch + 2), _raw_stream(kernel.index), arguments.address, 0,
+        shared_bytes(batch, parts, table), _raw_stream(kernel.index), arguments, 0,
     )  # fmt: skip
     if status:
         raise StalegraphError(f"launching the scheduling kernel failed: {status.name}")
+
+
+def _check_block_table(block_table, seq_lens: torch.Tensor) -> None:
+    if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.get_device() != seq_lens.get_device():
+        raise UsageError(
+            f"block_table is {block_table.dtype} of {block_table.dim()} dims on {block_table.device}; allowed: torch.int32 of 2 "
+            f"on {seq_lens.device}"
+        )
+    if block_table.size(0) < seq_lens.size(0) or block_table.stride(1) != 1:
+        raise UsageError(
+            f"block_table has shape {tuple(block_table.shape)} and strides {tuple(block_table.stride())}; allowed: at least "
+            f"{seq_lens.size(0)} rows, each contiguous"
+        )
 
 
 def _check_lengths(seq_lens: torch.Tensor) -> None:

@@ -1,20 +1,19 @@
 """The scheduling kernel's algorithm in Python, step for step: what schedule.cu does, to be read and tested without a GPU.
 
-All requests lie end to end on one axis, each as long as it costs: its KV blocks plus 5. A part that begins at `at` reaches
-to `at + budget`; with `start` the last request start at or before that, the next part begins at max(start, reach - 5).
-Sections, names and order are those of schedule.cu.
+All requests lie end to end on one axis, each as long as it costs: its KV blocks plus 5. A part that begins at `s` reaches
+to `s + budget`; with `start` the last request start at or before that, the next part begins at max(start, reach - 5). So
+the reach moves on by `stride` = budget - 5 from part to part, and by what is lost where a request begins less than 5 before
+it. Names and order are those of schedule.cu.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 
+from stalegraph.kernels.launch import table_bytes
 from stalegraph.schedule import BLOCK_SIZE, FIXED_OVERHEAD_BLOCKS, METADATA_WIDTH, blocks_of
 
-LANES = 32
-WALK_COST, LEAP_COST = 1, 2  # of a part in `walk`, of an event in `leap`
+STEPS, JUMP = 4, 4
 
 
 def starts(lengths: list[int]) -> np.ndarray:
@@ -23,51 +22,50 @@ def starts(lengths: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(costs, dtype=np.int64)])
 
 
-def request_at(first: np.ndarray, position: int) -> int:
-    """The last request that begins at or before `position`."""
-    return bisect_right(first, position) - 1
-
-
-def walk(first: np.ndarray, parts: int, budget: int) -> list[tuple[int, int]]:
-    """The ends (request, block) of all parts, one after another."""
-    at, cuts = 0, []
-    for _ in range(parts):
-        reach = min(at + budget, int(first[-1]))
-        request = request_at(first, reach)
-        left = reach - int(first[request])
-        cuts.append((request, max(left - FIXED_OVERHEAD_BLOCKS, 0)))
-        at = reach - min(left, FIXED_OVERHEAD_BLOCKS)
-    return cuts
-
-
-def leap(first: np.ndarray, parts: int, budget: int) -> list[tuple[int, int]]:
-    """The same ends, 32 parts at a time: as if no part lost any blocks, then put right at each part that does (an event)."""
-    total, at, cuts = int(first[-1]), 0, []
-    lane = np.arange(LANES)
-    for base in range(0, parts, LANES):
-        reach = np.minimum(at + np.minimum(lane, parts - base) * (budget - FIXED_OVERHEAD_BLOCKS) + budget, total)
-        settled = 0  # lanes below are final
-        while True:
-            request = np.searchsorted(first, reach, side="right") - 1
-            left = reach - first[request]
-            event = (left < FIXED_OVERHEAD_BLOCKS) & (reach < total) & (lane >= settled)
-            if not event.any():
-                break
-            where = int(np.argmax(event))
-            settled = where + 1
-            reach = np.minimum(reach + np.where(lane > where, FIXED_OVERHEAD_BLOCKS - left[where], 0), total)
-        blocks = np.maximum(left - FIXED_OVERHEAD_BLOCKS, 0)
-        cuts += list(zip(request.tolist(), blocks.tolist()))[: parts - base]
-        at = int(reach[-1] - min(left[-1], FIXED_OVERHEAD_BLOCKS))
-    return cuts
-
-
-def events(first: np.ndarray, parts: int, budget: int) -> int:
-    """How many parts would lose blocks if none before them did: the kernel's forecast of what `leap` would cost."""
-    total = int(first[-1])
-    reach = np.minimum(np.arange(parts) * (budget - FIXED_OVERHEAD_BLOCKS) + budget, total)
+def lost_blocks(first: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """What a part loses that reaches to `reach`: 5 less the distance to the last request start, where that is less than 5."""
     left = reach - first[np.searchsorted(first, reach, side="right") - 1]
-    return int(((left < FIXED_OVERHEAD_BLOCKS) & (reach < total)).sum())
+    return np.maximum(FIXED_OVERHEAD_BLOCKS - left, 0)
+
+
+def walk(first: np.ndarray, parts: int, stride: int) -> np.ndarray:
+    """Every part's reach, one after another: four parts a step from a table, the three between from the first."""
+    total = int(first[-1])
+    axis = np.arange(total + 1)
+    lost = lost_blocks(first, axis)
+    lost[total] = 0
+    jumped = axis.copy()
+    for _ in range(JUMP):
+        jumped = np.minimum(jumped + stride + lost[jumped], total)
+    reaches = np.full(parts, total)
+    reach = min(stride + FIXED_OVERHEAD_BLOCKS, total)
+    for part in range(0, parts, JUMP):
+        reaches[part] = reach
+        reach = jumped[reach]
+    for part in range(parts):
+        if part % JUMP:
+            reaches[part] = min(reaches[part - 1] + stride + lost[reaches[part - 1]], total)
+    return reaches
+
+
+def leap(first: np.ndarray, parts: int, stride: int) -> np.ndarray:
+    """The same, all parts at once: as if no part lost any blocks, then put right at each part that does (an event)."""
+    total, place = int(first[-1]), np.arange(parts)
+    reach = np.minimum(place * stride + stride + FIXED_OVERHEAD_BLOCKS, total)
+    settled = 0  # places below are final
+    while True:
+        lost = lost_blocks(first, reach)
+        event = (lost > 0) & (reach < total) & (place >= settled)
+        if not event.any():
+            return reach
+        where = int(np.argmax(event))
+        settled = where + 1
+        reach = np.minimum(reach + np.where(place >= settled, lost[where], 0), total)
+
+
+def tabled(first: np.ndarray, parts: int, stride: int) -> bool:
+    """Whether the kernel walks: the table has room for all positions that a walk can look at."""
+    return int(first[-1]) + STEPS * JUMP * (stride + FIXED_OVERHEAD_BLOCKS) < table_bytes(len(first) - 1)
 
 
 def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[int]], list[int]]:
@@ -77,23 +75,25 @@ def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[
     ([[0, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]], [0, 1])
     """
     first = starts(lengths)
-    budget = -(-int(first[-1]) // num_sm_parts) + FIXED_OVERHEAD_BLOCKS
+    stride = -(-int(first[-1]) // num_sm_parts)
+    budget = stride + FIXED_OVERHEAD_BLOCKS
     if method is None:
-        few = events(first, num_sm_parts, budget) * LEAP_COST < num_sm_parts * WALK_COST
-        method = leap if few else walk
-    cut = [(0, 0), *method(first, num_sm_parts, budget)]
-    inside = np.cumsum([block > 0 for _, block in cut])
-    requests = [request for request, _ in cut]
+        method = walk if tabled(first, num_sm_parts, stride) else leap
+    reach = method(first, num_sm_parts, stride)
+    ends = np.searchsorted(first, reach, side="right") - 1
+    left = reach - first[ends]
+    requests = [0, *ends.tolist()]  # cut i: where part i begins, and part i - 1 ends
+    blocks = [0, *np.maximum(left - FIXED_OVERHEAD_BLOCKS, 0).tolist()]
+    inside = [False, *(left > FIXED_OVERHEAD_BLOCKS).tolist()]
+    leads = [True, *(first[ends] + budget > reach).tolist()]  # the first cut in its request, or before it
 
-    def cuts_before(request: int) -> int:
-        found = int(np.searchsorted(requests, request))
-        return int(inside[found - 1]) if found else 0
-
-    rows = []
+    rows, num_splits, count, same = [], [0], 0, 0  # cuts inside any request so far; and of those, in the part's own
     for part in range(num_sm_parts):
-        (request, block), (end, end_block) = cut[part], cut[part + 1]
-        split = int(inside[part]) - cuts_before(request)
+        count += inside[part]
+        same = inside[part] if leads[part] else same + inside[part]
+        request, block, end, end_block = requests[part], blocks[part], requests[part + 1], blocks[part + 1]
+        num_splits += [ended + count for ended in range(request + 1, end + 1)]
         end_seqlen = end_block * BLOCK_SIZE if end_block else max(lengths[end - 1], 0)
-        row = [request, block * BLOCK_SIZE, end if end_block else end - 1, end_seqlen, split]
+        row = [request, block * BLOCK_SIZE, end if end_block else end - 1, end_seqlen, int(same)]
         rows.append(row + [0] * (METADATA_WIDTH - len(row)))
-    return rows, [request + cuts_before(request) for request in range(len(lengths) + 1)]
+    return rows, num_splits

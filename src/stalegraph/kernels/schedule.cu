@@ -2,210 +2,246 @@
 //
 // Lay all requests end to end on one axis, each as long as it costs: its KV blocks plus an overhead of 5. A part that
 // begins at s may spend `budget`, so it reaches to t = s + budget; with p the last request start at or before t, the next
-// part begins at max(p, t - 5), that is at t - min(t - p, 5). This is the only serial chain there is. The rest is a prefix
-// sum before it and a look-up per part and per request after it. `kernels/model.py` says the same in Python.
+// part begins at max(p, t - 5). So from part to part the reach moves on by `stride` = budget - 5, and by up to 5 more where
+// a request begins less than 5 before it: t' = t + stride + lost(t). This is the only serial chain there is. It is gone
+// through in one of two ways: `walk` for short requests, `leap` for long ones; all else is done by one thread a part or a
+// request. `kernels/model.py` says the same in Python.
 //
 // Names: a position is measured in blocks on that axis; first[r] is where request r begins; a cut is where a part begins.
 
 typedef unsigned int u32;
 
-constexpr u32 ALL = 0xffffffffu;      // all lanes of a warp
-constexpr u32 OVERHEAD = 5;           // blocks that starting a request costs
-constexpr u32 BEYOND = 0x7fffffffu;   // a position that no part reaches: all requests together cost less than 2^30
+constexpr u32 ALL = 0xffffffffu;     // all lanes of a warp
+constexpr u32 OVERHEAD = 5;          // blocks that starting a request costs
+constexpr u32 BEYOND = 0x7fffffffu;  // a position that no part reaches: all requests together cost less than 2^30
 constexpr u32 NO_EVENT = 0xffffffffu;
-constexpr int BLOCK_SIZE = 64;        // tokens per KV block
-constexpr int CATCH_UP = 4;           // advances by single requests before searching anew
-constexpr u32 WALK_COST = 1, LEAP_COST = 2;  // of a part in walk, of an event in leap, measured on an H200
-
-struct Cut {
-    u32 request_and_count;  // the request in which the part begins, and << 16 how many cuts so far fall inside a request
-    u32 block;              // where in that request it begins, in blocks; 0: the cut falls before the request
-};
+constexpr u32 BLOCK_SIZE = 64;       // tokens per KV block
+constexpr u32 MOST_WARPS = 32;
+constexpr u32 STEPS = 4;             // of the walk, between two looks at where it is
+constexpr u32 JUMP = 4;              // parts that a step of the walk takes where a table for that is worth its making:
+constexpr u32 SHORT = 32;            // up to so many positions a thread,
+constexpr u32 ABREAST = 4;           // which takes so many at once
 
 struct Plan {
-    u32 batch, parts, total, budget;  // total: what all requests cost; budget: what a part may spend; both in blocks
+    u32 batch, parts, total, stride;  // total: what all requests cost, in blocks
     const u32* first;                 // batch + 2 positions: [batch] is total, [batch + 1] is BEYOND
-    Cut* cut;                         // parts + 1: where part i begins; [parts] is the end of the last one
 };
 
 // The last request that begins at or before `position`: `batch` where position is total.
 __device__ __forceinline__ u32 request_at(const Plan& plan, u32 position) {
     u32 found = 0;
-    for (u32 bit = 1u << (31 - __clz(plan.batch)); bit; bit >>= 1)
-        if (found + bit <= plan.batch && plan.first[found + bit] <= position) found += bit;
+    for (u32 step = 1u << (31 - __clz(plan.batch)) / 2 * 2; step; step /= 4) {  // three loads at once, half as often
+        u32 one = found + step, two = one + step, three = two + step;
+        u32 at_one = plan.first[min(one, plan.batch + 1)], at_two = plan.first[min(two, plan.batch + 1)];
+        u32 at_three = plan.first[min(three, plan.batch + 1)];
+        found = at_three <= position ? three : at_two <= position ? two : at_one <= position ? one : found;
+    }
     return found;
 }
 
-// One part after another, for short requests. A warp holds a window of 64 request starts in its registers, so that a step
-// of the chain is a subtraction, a warp-wide minimum and another subtraction, with no load in it.
-__device__ __forceinline__ void walk(const Plan& plan, u32 lane) {
-    const u32 last = plan.batch + 1;
-    u32 request = lane, at = 0, count = 0;  // request: whose start is in `low`; that of request + 32 is in `high`
-    u32 low = plan.first[min(lane, last)], high = plan.first[min(lane + 32, last)];
-    u32 next_low = plan.first[min(lane + 64, last)], next_high = plan.first[min(lane + 96, last)];
-    u32 edge = __shfl_sync(ALL, next_low, 0);
-    Cut* cut = plan.cut;
-    Cut* end = cut + plan.parts;
-    do {
-        u32 reach = min(at + plan.budget, plan.total);
-        u32 below, left;
-        bool upper;
-        for (;;) {
-            u32 below_low = reach - low, below_high = reach - high;  // wraps to 2^31 or more for starts behind reach
-            upper = below_high < below_low;
-            below = min(below_low, below_high);
-            left = __reduce_min_sync(ALL, below);
-            if (reach < edge) break;
-            request += 64;  // the window slides; it was not far enough
-            low = next_low;
-            high = next_high;
-            next_low = plan.first[min(request + 64, last)];
-            next_high = plan.first[min(request + 96, last)];
-            edge = __shfl_sync(ALL, next_low, 0);
+// Writes the reach of every `skip`-th part, one after another, up to the total: a step is one load and one addition.
+// table[t] is what is lost over `skip` parts from one that reaches to t on.
+__device__ __forceinline__ void walk(const Plan& plan, const unsigned char* table, u32 skip, u32* reaches) {
+    u32 reach = plan.stride + OVERHEAD;
+    const u32 stride = skip * plan.stride;
+    for (u32 part = 0; part < plan.parts && reach < plan.total; part += STEPS * skip) {
+#pragma unroll
+        for (u32 step = 0; step < STEPS; step++) {
+            reaches[part + step * skip] = reach;
+            reach += stride + table[reach];
         }
-        count += left > OVERHEAD ? 1 << 16 : 0;
-        at = reach - min(left, OVERHEAD);
-        Cut here = {(request + (upper ? 32 : 0)) | count, max(left, OVERHEAD) - OVERHEAD};
-        cut++;
-        if (below == left) *cut = here;  // starts differ, so this is one lane
-    } while (cut != end);
-}
-
-// 32 parts at a time, for long requests. As long as no request begins within the last 5 blocks of a part's reach, each
-// part begins budget - 5 behind the one before; each time one does, all later parts move on by the few blocks that are lost.
-// cut[i + 1] comes in holding the request that part i would reach were nothing ever lost.
-__device__ __forceinline__ void leap(const Plan& plan, u32 lane) {
-    u32 at = 0, count = 0;
-    for (u32 base = 0; base < plan.parts; base += 32) {
-        u32 here = min(lane, plan.parts - base);  // lanes behind the last part follow it, which keeps sums below 2^32
-        u32 reach = min(at + here * (plan.budget - OVERHEAD) + plan.budget, plan.total);
-        u32 request = plan.cut[min(base + lane, plan.parts - 1) + 1].request_and_count;
-        u32 start = plan.first[request], end = plan.first[request + 1];
-        for (int tries = 0; __any_sync(ALL, reach >= end); tries++) {
-            if (reach >= end) {
-                request = tries < CATCH_UP ? request + 1 : request_at(plan, reach);
-                start = plan.first[request];
-                end = plan.first[request + 1];
-            }
-        }
-        for (u32 settled = 0; settled < 32;) {  // lanes below `settled` are final
-            u32 left = reach - start;
-            bool event = left < OVERHEAD && reach < plan.total && lane >= settled;
-            u32 first_event = __reduce_min_sync(ALL, event ? lane << 3 | (OVERHEAD - left) : NO_EVENT);
-            if (first_event == NO_EVENT) break;
-            settled = (first_event >> 3) + 1;
-            reach = min(reach + (lane >= settled ? first_event & 7 : 0), plan.total);
-            bool over = reach >= end;  // by at most 4 blocks, and no request costs less than 5
-            start = over ? end : start;
-            request += over;
-            end = plan.first[request + 1];
-        }
-        u32 left = reach - start;
-        u32 inside = __ballot_sync(ALL, left > OVERHEAD && base + lane < plan.parts);
-        u32 so_far = count + __popc(inside & (ALL >> (31 - lane)));
-        if (base + lane < plan.parts)
-            plan.cut[base + lane + 1] = {request | so_far << 16, max(left, OVERHEAD) - OVERHEAD};
-        count += __popc(inside);
-        at = __shfl_sync(ALL, reach - min(left, OVERHEAD), 31);
     }
 }
 
-// How many cuts fall inside requests before `request`.
-__device__ __forceinline__ u32 cuts_before(const Plan& plan, u32 request) {
-    u32 found = 0;
-    for (u32 bit = 1u << (31 - __clz(plan.parts)); bit; bit >>= 1)
-        if (found + bit <= plan.parts && plan.cut[found + bit - 1].request_and_count % (1 << 16) < request) found += bit;
-    return found ? plan.cut[found - 1].request_and_count >> 16 : 0;
+// A thread's part: where it reaches to, the last request that begins at or before that, where that begins and ends.
+struct Part {
+    u32 reach, request, start, end;
+};
+
+// Parts as if none lost any blocks, which few do when requests are long; then, for each that does (an event), all parts
+// behind it move on by what it loses. `events` are two rows of MOST_WARPS words in shared memory.
+__device__ __forceinline__ void leap(const Plan& plan, u32 place, Part& part, u32* events) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (u32 settled = 0, row = 0;; row ^= MOST_WARPS) {  // places below `settled` are final
+        u32 left = part.reach - part.start;
+        bool mine = left < OVERHEAD && part.reach < plan.total && place >= settled;
+        u32 warp_event = __reduce_min_sync(ALL, mine ? place * 8 + OVERHEAD - left : NO_EVENT);
+        if (lane == 0) events[row + warp] = warp_event;
+        __syncthreads();
+        u32 event = __reduce_min_sync(ALL, lane < warps ? events[row + lane] : NO_EVENT);
+        if (event == NO_EVENT) break;
+        settled = event / 8 + 1;
+        part.reach = min(part.reach + (place >= settled ? event % 8 : 0), plan.total);
+        bool over = part.reach >= part.end;  // by at most 4 blocks, and no request costs less than 5
+        part.start = over ? part.end : part.start;
+        part.request += over;
+        part.end = plan.first[part.request + 1];
+    }
 }
 
-// Shared memory, in 4-byte words: 2 * (parts + 1) for cuts, batch + 2 starts, batch lengths.
+// How many of the cuts 1 to `part` fall inside a request, and how many of those in the last one's request. Bit i of
+// `inside` says so of cut i + 1; bit i of `leads`, that it is the first cut in its request or before it.
+__device__ __forceinline__ void count_cuts(u32 part, const u32* inside, const u32* leads, u32& count, u32& same) {
+    count = same = 0;
+    bool behind = true;  // no leading cut was met yet
+    for (u32 bits = part; bits;) {
+        u32 word = (bits - 1) / 32, mask = ALL >> (31 - (bits - 1) % 32);
+        u32 cuts = inside[word] & mask, lead = leads[word] & mask;
+        count += __popc(cuts);
+        if (behind) same += __popc(lead ? cuts & ALL << (31 - __clz(lead)) : cuts);
+        behind &= !lead;
+        bits = word * 32;
+    }
+}
+
+// An empty request makes the attention kernel load the page that is listed before its row (vLLM #33664).
+__device__ __forceinline__ void make_safe(int* block_table, unsigned long long request, u32 row_stride) {
+    if (request && block_table[request * row_stride - 1] < 0) block_table[request * row_stride - 1] = 0;
+}
+
+// Shared memory: `table` bytes, a multiple of 32, for `lost` and, in their second half, `jumps`; then words: parts + 1
+// requests of cuts, parts + 1 + STEPS * JUMP blocks of cuts, batch + 2 starts, batch lengths.
 // One block of blockDim.x threads, a multiple of 32, with blockDim.x * EACH >= batch.
 template <int EACH>
 __device__ __forceinline__ void schedule(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits,
-                                         u32 capacity) {
-    extern __shared__ Cut shared[];
-    __shared__ u32 warp_costs[32];
-    u32* first = (u32*)(shared + parts + 1);
+                                         u32 capacity, u32 table, int* block_table, u32 row_stride) {
+    extern __shared__ int4 shared[];
+    __shared__ u32 warp_words[2 * MOST_WARPS], inside[MOST_WARPS], leads[MOST_WARPS], resume;
+    unsigned char* lost = (unsigned char*)shared;
+    unsigned char* jumps = lost + table / 2;
+    u32* cut_request = (u32*)(lost + table);
+    u32* cut_block = cut_request + parts + 1;
+    u32* first = cut_block + parts + 1 + STEPS * JUMP;
     u32* length = first + batch + 2;
-    Plan plan = {batch, parts, 0, 0, first, shared};
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
-    // Where each request begins: a prefix sum over the block.
+    // Where each request begins: a prefix sum over the block. Tables are cleared while the lengths are on their way.
     u32 cost[EACH], mine = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) cost[k] = thread * EACH + k < batch ? max(seq_lens[thread * EACH + k], 0) : 0;
+    for (u32 word = thread; word < table / 16; word += blockDim.x) shared[word] = make_int4(0, 0, 0, 0);
+    for (u32 part = thread; part < parts + 1; part += blockDim.x) cut_block[part + 1] = BEYOND;  // not walked to
+#pragma unroll
     for (int k = 0; k < EACH; k++) {
-        u32 request = thread * EACH + k;
-        cost[k] = 0;
-        if (request < batch) {
-            u32 tokens = max(seq_lens[request], 0);
-            length[request] = tokens;
-            cost[k] = (tokens + BLOCK_SIZE - 1) / BLOCK_SIZE + OVERHEAD;
+        if (thread * EACH + k < batch) {
+            length[thread * EACH + k] = cost[k];
+            if (block_table && cost[k] == 0) make_safe(block_table, thread * EACH + k, row_stride);
+            cost[k] = (cost[k] + BLOCK_SIZE - 1) / BLOCK_SIZE + OVERHEAD;
         }
         mine += cost[k];
     }
-    u32 warp_cost = __reduce_add_sync(ALL, mine);
-    if (lane == 0) warp_costs[warp] = warp_cost;
     u32 position = mine;
+#pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
         u32 other = __shfl_up_sync(ALL, position, distance);
         if (lane >= distance) position += other;
     }
+    if (lane == 31) warp_words[warp] = position;
     __syncthreads();
-    u32 other_warp = lane < blockDim.x / 32 ? warp_costs[lane] : 0;
-    plan.total = __reduce_add_sync(ALL, other_warp);
-    plan.budget = (plan.total + parts - 1) / parts + OVERHEAD;
+    u32 other_warp = lane < blockDim.x / 32 ? warp_words[lane] : 0;
+    const u32 total = __reduce_add_sync(ALL, other_warp);
     position += __reduce_add_sync(ALL, lane < warp ? other_warp : 0) - mine;
+    const Plan plan = {batch, parts, total, (total + parts - 1) / parts, first};
+    const u32 budget = plan.stride + OVERHEAD;
+    const u32 seen = total + STEPS * JUMP * budget;  // a walk looks that far, behind the total
+    const bool tabled = seen < table, jump = seen < table / 2 && total <= SHORT * blockDim.x;
+#pragma unroll
     for (int k = 0; k < EACH; k++) {
-        if (thread * EACH + k < batch) first[thread * EACH + k] = position;
+        if (thread * EACH + k < batch) {
+            first[thread * EACH + k] = position;
+            if (tabled)
+                for (u32 left = 0; left < OVERHEAD; left++) lost[position + left] = OVERHEAD - left;
+        }
         position += cost[k];
     }
     if (thread == 0) {
-        first[batch] = plan.total;
+        first[batch] = total;
         first[batch + 1] = BEYOND;
-        plan.cut[0] = {0, 0};
+        cut_request[0] = cut_block[0] = 0;
     }
     __syncthreads();
 
-    // Where each part begins: by leaps if few parts lose blocks, step by step if many do.
-    u32 events = 0;
-    for (u32 base = 0; base < parts; base += blockDim.x) {
-        bool event = false;
-        if (base + thread < parts) {
-            u32 reach = min((base + thread) * (plan.budget - OVERHEAD) + plan.budget, plan.total);
-            u32 request = request_at(plan, reach);
-            plan.cut[base + thread + 1].request_and_count = request;
-            event = reach < plan.total && reach - first[request] < OVERHEAD;
+    // The serial chain, where it is walked. Reaches go where the cuts' blocks will be.
+    if (jump) {
+        for (u32 from = thread; from <= total; from += ABREAST * blockDim.x) {
+            u32 to[ABREAST];
+#pragma unroll
+            for (u32 k = 0; k < ABREAST; k++) to[k] = min(from + k * blockDim.x, total);
+            for (u32 step = 0; step < JUMP; step++)
+#pragma unroll
+                for (u32 k = 0; k < ABREAST; k++) to[k] += plan.stride + lost[to[k]];
+#pragma unroll
+            for (u32 k = 0; k < ABREAST; k++) {
+                u32 here = from + k * blockDim.x;
+                if (here <= total) jumps[here] = to[k] - here - JUMP * plan.stride;
+            }
         }
-        events += __syncthreads_count(event);
+        __syncthreads();
     }
-    if (warp == 0) {
-        if (events * LEAP_COST < parts * WALK_COST)
-            leap(plan, lane);
-        else
-            walk(plan, lane);
+    if (tabled) {
+        if (warp == 0) walk(plan, jump ? jumps : lost, jump ? JUMP : 1, cut_block + 1);
+        __syncthreads();
     }
-    __syncthreads();
 
-    // The rows, one thread a part. The last three columns are unused; they become 0.
-    for (u32 part = thread; part < parts; part += blockDim.x) {
-        Cut begin = plan.cut[part], end = plan.cut[part + 1];
-        u32 request = begin.request_and_count % (1 << 16), end_request = end.request_and_count % (1 << 16);
-        u32 split = (begin.request_and_count >> 16) - cuts_before(plan, request);
-        rows[2 * part] = make_int4(request, begin.block * BLOCK_SIZE, end.block ? end_request : end_request - 1,
-                                   end.block ? end.block * BLOCK_SIZE : length[end_request - 1]);
-        rows[2 * part + 1] = make_int4(split, 0, 0, 0);
+    // Where each part ends, which is where the next begins: a thread a part.
+    for (u32 base = 0; base < parts; base += blockDim.x) {
+        u32 place = min(thread, parts - base);  // threads behind the last part follow it, which keeps sums below 2^32
+        u32 since = jump ? (base + place) % JUMP : 0;
+        Part part;
+        if (tabled) {
+            part.reach = min(cut_block[base + place - since + 1], total);
+            for (; since; since--) part.reach = min(part.reach + plan.stride + lost[part.reach], total);
+        } else {
+            part.reach = min((base ? resume : 0) + place * plan.stride + budget, total);
+        }
+        part.request = request_at(plan, part.reach);
+        part.start = first[part.request];
+        part.end = first[part.request + 1];
+        if (!tabled) leap(plan, place, part, warp_words);
+        if (jump) __syncthreads();  // all reaches are read
+        u32 left = part.reach - part.start;
+        u32 word_inside = __ballot_sync(ALL, left > OVERHEAD);
+        u32 word_leads = __ballot_sync(ALL, part.start + budget > part.reach);
+        if (base + thread < parts) {
+            cut_request[base + thread + 1] = part.request;
+            cut_block[base + thread + 1] = max(left, OVERHEAD) - OVERHEAD;
+            inside[(base + thread) / 32] = word_inside;
+            leads[(base + thread) / 32] = word_leads;
+        }
+        if (thread == blockDim.x - 1) resume = part.reach - min(left, OVERHEAD);
+        __syncthreads();
     }
-    // A request has one split more than cuts inside it; entries behind the batch repeat the last sum.
-    u32 last = batch + (plan.cut[parts].request_and_count >> 16);
-    for (u32 request = thread; request < capacity; request += blockDim.x)
-        num_splits[request] = request < batch ? request + cuts_before(plan, request) : last;
+
+    // A row a part, and the sums of the requests that end in it: a request has one split more than cuts inside it.
+    const u32 shift = max(__clz(parts - 1) - __clz(blockDim.x) - 1, 0);  // 2^shift threads share a part
+    for (u32 item = thread; item < parts << shift; item += blockDim.x) {
+        u32 part = item >> shift, share = item - (part << shift), count, same;
+        u32 request = cut_request[part], block = cut_block[part];
+        u32 end_request = cut_request[part + 1], end_block = cut_block[part + 1];
+        count_cuts(part, inside, leads, count, same);
+        for (u32 ended = request + 1 + share; ended <= end_request; ended += 1 << shift) num_splits[ended] = ended + count;
+        if (share == 0) {
+            rows[2 * part] = make_int4(request, block * BLOCK_SIZE, end_block ? end_request : end_request - 1,
+                                       end_block ? end_block * BLOCK_SIZE : length[end_request - 1]);
+            rows[2 * part + 1] = make_int4(same, 0, 0, 0);  // three columns are unused
+        }
+    }
+    if (thread == 0) num_splits[0] = 0;
+    if (batch + 1 + thread < capacity) {  // entries behind the batch repeat the last sum
+        u32 count, same;
+        count_cuts(parts - 1, inside, leads, count, same);
+        for (u32 behind = batch + 1 + thread; behind < capacity; behind += blockDim.x) num_splits[behind] = batch + count;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-schedule_1(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits, u32 capacity) {
-    schedule<1>(seq_lens, batch, parts, rows, num_splits, capacity);
+schedule_1(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits, u32 capacity, u32 table,
+           int* block_table, u32 row_stride) {
+    schedule<1>(seq_lens, batch, parts, rows, num_splits, capacity, table, block_table, row_stride);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-schedule_4(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits, u32 capacity) {
-    schedule<4>(seq_lens, batch, parts, rows, num_splits, capacity);
+schedule_4(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits, u32 capacity, u32 table,
+           int* block_table, u32 row_stride) {
+    schedule<4>(seq_lens, batch, parts, rows, num_splits, capacity, table, block_table, row_stride);
 }
