@@ -83,6 +83,7 @@ class Capture:
     last_replay: int | None = None
     begun: int = 0
     confirmed: set[tuple[int, str]] = field(default_factory=set)  # words that a second capture shows to be pointers
+    pointers: list = field(default_factory=list)
     snapshots: dict[str, torch.Tensor] = field(default_factory=dict)
     suspects: dict[object, object] = field(default_factory=dict)  # captured note -> note of the newcomer of its name
     _index: list[tuple[int, int, int]] | None = None

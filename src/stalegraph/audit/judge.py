@@ -137,16 +137,20 @@ def _fields(capture, now, report, explained) -> None:
         else:
             verdict, owner = _dead_verdict(place["address"], now), _owner(place["address"], now)
         if tensor.data_ptr() == was.address:
-            told = f"{path} is a new tensor that happens to lie at the captured address 0x{was.address:x}: right by luck."
+            told = _lucky(path, was.address)
         else:
             size = f", grown from {note.nbytes} to {nbytes} bytes" if grown and hazard == "C" else ""
             told = f"{path} was captured at 0x{was.address:x} and is at 0x{tensor.data_ptr():x} now{size}."
         report.add(
             Finding(
                 verdict, hazard, message=told, field=path, owner=owner.text, since=owner.since, stack=owner.stack,
-                dropped=note.died or (), **place,
+                moved_to=tensor.data_ptr(), dropped=note.died or (), **place,
             )
         )  # fmt: skip
+
+
+def _lucky(name: str, address: int) -> str:
+    return f"{name} is a new tensor that happens to lie at the captured address 0x{address:x}: right by luck."
 
 
 def _slice(capture, now, report, path, was, tensor) -> None:
@@ -207,13 +211,14 @@ def _owners(capture, now, report, explained) -> None:
         newcomer = _newcomer(capture, now, note)
         if newcomer is not None:
             told = f"{name} was captured at 0x{place['address']:x} and is a new tensor at 0x{newcomer.address:x} now."
+            told = _lucky(name, note.address) if newcomer.address == note.address else told
         grown = newcomer is not None and newcomer.nbytes > note.nbytes
         scratch = grown and (bool(touch.writes) or newcomer.made == RESIZE)
         hazard = "B" if newcomer is None or grown and not scratch else "C" if scratch else "A"
         report.add(
             Finding(
                 verdict, hazard, message=told, field=name, owner=owner.text, since=since, stack=owner.stack,
-                dropped=note.died or (), **place,
+                moved_to=None if newcomer is None else newcomer.address, dropped=note.died or (), **place,
             )
         )  # fmt: skip
 
@@ -252,7 +257,8 @@ def _newcomers(capture, now, report, explained) -> None:
             f"the capture at 0x{note.address:x}, which nobody has written since."
         )
         owner = "the tensor that was captured, still held"
-        report.add(Finding(MOVED, "A", message=told, field=note.variable, owner=owner, **_place(capture, note)))
+        place = _place(capture, note)
+        report.add(Finding(MOVED, "A", message=told, field=note.variable, owner=owner, moved_to=after.address, **place))
 
 
 # Their operands go into tensor maps or library structs, where no plain pointer needs to stand.
@@ -260,11 +266,11 @@ DESCRIBED = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbm
 
 
 def _name(capture, note) -> str | None:
-    """What to call a tensor: as declared, as its block was labelled at capture, or as a variable of the program then."""
-    if note.names:
-        return note.names[0]
+    """What to call a tensor: as declared, as a variable of the program at capture, or as its block was labelled then."""
+    if note.names or note.variable:
+        return note.names[0] if note.names else note.variable
     block = capture.memory.find(note.address) if capture.memory is not None else None
-    return (block.label if block is not None else None) or note.variable
+    return block.label if block is not None else None
 
 
 def _host_owner(capture, note, now) -> str | None:

@@ -48,6 +48,7 @@ class Finding:
     field: str | None = None
     owner: str | None = None
     since: int | None = None
+    moved_to: int | None = None  # where the caller's tensor of that name is now, if that is another one
     advice: str = ""
     stack: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from stalegraph.audit.witness import Sight, Sighting, Witness
 from stalegraph.errors import StaleReadError, UsageError
 from stalegraph.simulator import current_device
 
+UNREPLAYED = "never replayed under the watch, and what a graph needs is judged at its replay"
 _watch: Watch | None = None
 
 
@@ -280,9 +281,11 @@ class Watch:
             self._stranger(graph)
             return
         capture.read_nodes(graph)
-        before = len(self._report.findings)
-        judge(capture, self.now(), self._report)
-        self._tell(self._report.findings[before:])
+        now = self.now()
+        new = judge(capture, now, self._report)
+        if new and not capture.pointers:
+            capture.pointers = pointers(capture, now.memory())  # as it stood when the first finding was made
+        self._tell(new)
 
     def replay_ended(self, graph) -> None:
         capture = self.capture_of(graph)
@@ -339,7 +342,10 @@ class Watch:
         return None
 
     def report(self, pointers_too: bool = False) -> Report:
-        """All findings so far, each once; with `pointers_too` also every pointer of every living graph with its verdict."""
+        """All findings so far, each once; with `pointers_too` also every pointer with its verdict.
+
+        The pointers of a graph with findings are as they were at the first of them, those of others as they are now.
+        """
         report = self._report
         report.graphs = len(self.captures) + len(self._strangers)
         report.replays = self.tick
@@ -351,10 +357,12 @@ class Watch:
                 capture.read_nodes(graph)
             if capture.nodes_read:
                 note_gaps(capture, report)
-            if not capture.replays:
-                report.miss(f"graph {capture.index}", "it was never replayed, and what it needs is judged at replay", capture.index)
             if pointers_too and capture.nodes:
-                report.pointers += pointers(capture, capture.backend.memory_map())
+                report.pointers += capture.pointers or pointers(capture, capture.backend.memory_map())
+        waiting = [str(capture.index) for capture in self.captures if not capture.replays]
+        report.not_seen = [unseen for unseen in report.not_seen if unseen.why != UNREPLAYED]
+        if waiting:
+            report.miss(f"graph{'s' * (len(waiting) > 1)} {', '.join(waiting)}", UNREPLAYED)
         for graph, capture in self._open:
             report.miss("a graph", "it is still capturing")
         report.nodes = sum(len(capture.nodes) for capture in self.captures)
