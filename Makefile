@@ -27,7 +27,7 @@ walkthrough: $(STAMP)
 	@$(BIN)/stalegraph walkthrough $(NOTEBOOK_ARGS)
 
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 releases: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m releases
