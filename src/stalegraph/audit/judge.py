@@ -572,10 +572,10 @@ def _ruled_calls(capture):
     known = rules.names()
     if capture.sighting is not None and capture.sighting.calls:
         for call in capture.sighting.calls:
-            tensors = {name: revive(what) for name, what in call.tensors.items()}
-            if all(tensor is not None for tensor in tensors.values()):
-                node = next((node.index for node in capture.nodes if node.name == call.op), None)
-                yield call.op, tensors, call.numbers, node
+            # Intermediates of the graph are gone by now; a formula that needs one of them has nothing to say.
+            tensors = {name: tensor for name, what in call.tensors.items() if (tensor := revive(what)) is not None}
+            node = next((node.index for node in capture.nodes if node.name == call.op), None)
+            yield call.op, tensors, call.numbers, node
         return
     for node in capture.nodes:
         if node.name in known:

@@ -22,7 +22,10 @@ class OutOfBounds:
 
 
 def rule(*ops: str):
-    """Registers a reading formula for `ops`: a function of (tensors by name, numbers by name) -> list of OutOfBounds."""
+    """Registers a reading formula for `ops`: a function of (tensors by name, numbers by name) -> list of OutOfBounds.
+
+    Tensors that are gone by then are missing from the first.
+    """
 
     def keep(function):
         for op in ops:
@@ -54,12 +57,12 @@ def fp8_dense_decode(tensors, numbers) -> list[OutOfBounds]:
     """
     lengths_name = next((name for name in ("seq_lens", "seqlens_k", "cache_seqlens") if name in tensors), None)
     cache_name = next((name for name in ("k_cache", "kcache") if name in tensors), None)
-    if lengths_name is None or cache_name is None or "block_table" not in tensors:
+    if lengths_name is None or cache_name is None or not {"block_table", "tile_scheduler_metadata"} <= tensors.keys():
         return []
     table, lengths = tensors["block_table"], tensors[lengths_name].tolist()
     pages = tensors[cache_name].shape[0]
     rows, width = table.shape
-    covered = _covered(tensors.get("tile_scheduler_metadata"), len(lengths))
+    covered = _covered(tensors["tile_scheduler_metadata"], len(lengths))
     entries = table.cpu().tolist()
     found = []
     for row, length in enumerate(lengths[:rows]):
@@ -86,9 +89,7 @@ def fp8_dense_decode(tensors, numbers) -> list[OutOfBounds]:
 
 
 def _covered(metadata, batch: int) -> set[int]:
-    """The rows that some part of the tile schedule runs; all where the schedule is not given."""
-    if metadata is None:
-        return set(range(batch))
+    """The rows that some part of the tile schedule runs."""
     rows: set[int] = set()
     for begin, _, end, *_ in metadata.cpu().tolist():
         if 0 <= begin < batch:
