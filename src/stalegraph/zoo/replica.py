@@ -77,8 +77,9 @@ class Replica:
 
     def settle(self) -> None:
         """Fills the holes that earlier work has left in the allocator, so that a block freed here is the next one taken."""
-        gc.collect()
-        self.device.empty_cache()
+        if self.device.torch_device.type == "cuda":  # a simulated device starts without any
+            gc.collect()
+            self.device.empty_cache()
         self.held += [self.full(ROWS, 0.0) for _ in range(HOLES)]
 
     def churn(self) -> None:

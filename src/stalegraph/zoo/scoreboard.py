@@ -128,8 +128,12 @@ def _recorded(title, job, missing) -> list[Cell]:
     for name in zoo.REPLICAS:
         found = [sights.get(f"{name}/{form}") for form in zoo.FORMS]
         pair = [detectors.Sight(**one) if one else detectors.Sight(NOT_RUN) for one in found]
-        cells.append(_cell(title, name, *pair, record.provenance.caption()))
+        cells.append(_cell(title, name, *pair, _caption(record.provenance)))
     return cells
+
+
+def _caption(made) -> str:
+    return f"recorded on {made.device} ({made.sm_count} SMs), driver {made.driver}, torch {made.torch}, {made.date[:10]}"
 
 
 def _cell(title, name, buggy, fixed, source) -> Cell:
