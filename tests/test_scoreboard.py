@@ -109,3 +109,11 @@ def test_the_command_prints_a_table_or_one_object(capsys):
     assert record["schema"] == 1 and len(record["cells"]) == len(zoo.REPLICAS) * (3 + len(scoreboard.ON_GPU))
     if not torch.cuda.is_available():
         assert main(["scoreboard", "--rung", "cuda"]) == 2
+
+
+def test_a_record_names_no_folder_of_a_machine():
+    from stalegraph.zoo import record
+
+    inside = str(zoo.__file__).replace("__init__", "run")
+    text = record.portable(f'["{inside}:7 run", "/opt/some/lib/python3/torch/nn.py:3 call", "a/b.py"]')
+    assert text == '["stalegraph/zoo/run.py:7 run", "nn.py:3 call", "a/b.py"]'

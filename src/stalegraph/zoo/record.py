@@ -6,6 +6,7 @@ One job a process: a detector that fails, or a tool that is missing, takes nothi
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,12 @@ def _driver() -> str:
         return "unknown"
 
 
+def portable(text: str) -> str:
+    """`text` with this package's files named from the package on, and others by their last name: no machine's folders."""
+    text = text.replace(f"{Path(zoo.__file__).parents[2]}/", "")
+    return re.sub(r"/(?:[^\s\":/]+/)+([^\s\":/]+\.py)", r"\1", text)
+
+
 def merge(folder: str, out: str) -> None:
     """The partial results in `folder` as one record with its provenance, `out`/zoo.json."""
     from stalegraph.recorded import Provenance
@@ -134,8 +141,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "merge":
         merge(argv[1], argv[2])
     else:
-        result = JOBS[argv[0]]()
-        Path(argv[1]).write_text(json.dumps(result))
+        Path(argv[1]).write_text(portable(json.dumps(JOBS[argv[0]]())))
     return 0
 
 

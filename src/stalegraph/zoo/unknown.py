@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from stalegraph import decode
 from stalegraph.audit import Report, watch
 from stalegraph.errors import StaleReadError
 from stalegraph.isolate import run_isolated
-from stalegraph.runs import recite_here
+from stalegraph.rungs import open_rung
 
 SECONDS = 300  # a child that takes longer has hung
 
@@ -28,7 +29,8 @@ def _audited(rung, prompt, sm_count, flashmla_lib, raises, options):
     accuracy = None
     with watch(quiet=True, raises=raises) as opened:
         try:
-            accuracy = recite_here(rung, sm_count, flashmla_lib, prompt, options).accuracy
+            with open_rung(rung, sm_count=sm_count, flashmla_lib=flashmla_lib) as device:
+                accuracy = decode.run(device, prompt=prompt, **options).accuracy
         except StaleReadError:
             pass  # told by the report
         return accuracy, opened.report(pointers_too=True)
