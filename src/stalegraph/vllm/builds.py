@@ -101,6 +101,7 @@ class Builds:
             "builds": len(self.started),
             "replays": len(self.steps),
             "captured": self.steps[-1][0] if self.steps else None,
+            "last": self.steps[-1][1] if self.steps else None,
             "stale_fields": [field for field in FIELDS if field in stale],
             "moves": moves[:MOST_MOVES],
             "moves_left_out": max(0, len(moves) - MOST_MOVES),

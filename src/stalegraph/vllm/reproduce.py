@@ -20,7 +20,8 @@ from stalegraph import decode
 from stalegraph.errors import RungUnavailable, StalegraphError, UsageError
 from stalegraph.isolate import run_isolated
 from stalegraph.reciter import MAX_POSITIONS, MAX_PROMPT, VOCAB, check_prompt
-from stalegraph.rungs import RUNGS, available, open_rung
+from stalegraph.rungs import RUNGS, available
+from stalegraph.runs import recite_here
 from stalegraph.vllm import engine
 from stalegraph.vllm.affected import installed_version
 from stalegraph.vllm.export import export, read_prompt
@@ -265,21 +266,10 @@ def builder_of(path: str):
     return kind
 
 
-def decode_once(rung: str, options: dict, library, sm_count) -> decode.DecodeRun:
-    """One decode run on a fresh device of `rung`; also the target of a child process."""
-    if rung == "flashmla":
-        from stalegraph.cuda import load_flashmla
-
-        load_flashmla(library)
-    with open_rung(rung, sm_count=sm_count, flashmla_lib=library) as device:
-        return decode.run(device, **options)
-
-
 def _decode(request: Request, mode: str, batch: int) -> Run:
     buffers_only = request.builder == "buffers-only"
     options = {
         "builder": "copying" if buffers_only else request.builder,
-        "prompt": request.prompt,
         "batch": batch,
         "tokens": request.tokens,
         "mode": "eager" if mode == "eager" else "graph",
@@ -290,11 +280,10 @@ def _decode(request: Request, mode: str, batch: int) -> Run:
     if request.builder_file:
         options["builder"] = builder_of(request.builder_file)
     if request.rung == "sim":
-        found = decode_once("sim", options, None, request.sm_count)
+        found = recite_here("sim", request.sm_count, None, request.prompt, options)
     else:  # what a GPU reports may end the process
-        result = run_isolated(
-            decode_once, request.rung, options, request.flashmla_lib, request.sm_count, timeout=request.timeout
-        )
+        where = (request.rung, request.sm_count, request.flashmla_lib)
+        result = run_isolated(recite_here, *where, request.prompt, options, timeout=request.timeout)
         if not result.ok:
             verdict = CRASHED if result.cuda_error and not result.timed_out else UNKNOWN
             return Run(mode, batch, verdict, result.summary())
@@ -380,10 +369,7 @@ def _of_batch(settings, record, found, result, batch) -> Run:
     expected = [_continued(prompt, settings.tokens) for prompt in found["prompts"]] if settings.recites else []
     facts = {name: found[name] for name in ("ms_per_token", "us_per_build", "replays", "moves", "repeats_agree")}
     facts |= {"engine": record.get("engine"), "versions": record.get("versions"), "built_by": record.get("builder")}
-    failure, moved = found["failure"], {}
-    for _, field, address in found["moves"]:
-        moved[field] = address
-    captured = found["captured"] or {}
+    failure, captured, last = found["failure"], found["captured"] or {}, found["last"] or {}
     return Run(
         mode=settings.mode,
         batch=batch,
@@ -391,7 +377,7 @@ def _of_batch(settings, record, found, result, batch) -> Run:
         why=failure["message"] if failure else "",
         said=said,
         expected=expected,
-        addresses={field: (captured[field], moved[field]) for field in captured if field in moved},
+        addresses={field: (captured[field], last[field]) for field in captured if field in last},
         stale_fields=found["stale_fields"],
         facts=facts,
     )
