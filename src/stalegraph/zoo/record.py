@@ -110,7 +110,7 @@ def _driver() -> str:
 def portable(text: str) -> str:
     """`text` with this package's files named from the package on, and others by their last name: no machine's folders."""
     text = text.replace(f"{Path(zoo.__file__).parents[2]}/", "")
-    return re.sub(r"/(?:[^\s\":/]+/)+([^\s\":/]+\.py)", r"\1", text)
+    return re.sub(r"(?<![\w.-])/(?:[^\s\":/]+/)+([^\s\":/]+\.py)", r"\1", text)
 
 
 def merge(folder: str, out: str) -> None:
