@@ -11,7 +11,8 @@ from stalegraph import audit as package
 from stalegraph.audit import HAZARDS, VERDICTS, Report, audit, note
 from stalegraph.audit.capture import Capture
 from stalegraph.audit.extents import Extents, ranges
-from stalegraph.audit.judge import Now, judge
+from stalegraph.audit.judge import judge
+from stalegraph.audit.now import Now
 from stalegraph.audit.pointers import pointers
 from stalegraph.audit.tree import walk
 from stalegraph.blocks import Block, MemoryMap
@@ -152,7 +153,12 @@ def test_a_reused_block_is_told_by_its_generation_and_names_its_owner(device):
     taken = device.label(full(9), "somebody else's logits")
     assert taken.data_ptr() == address  # the very same address: only the generation differs
     finding = only(audit(graph))
-    assert (finding.hazard, finding.verdict, finding.owner, finding.since) == ("B", "reused", "somebody else's logits", 5)
+    assert (finding.hazard, finding.verdict, finding.owner, finding.since) == (
+        "B",
+        "reused",
+        "somebody else's logits",
+        5,
+    )
     assert {one.argument: one.verdict for one in audit(graph).pointers}["other"] == "reused"
 
 
@@ -316,7 +322,9 @@ def test_the_fp8_kernels_reading_formula(device, lengths, sentinel, bad):
     cache = torch.zeros(4, 64, 1, 576).to(torch.float8_e4m3fn)
     graph, _ = captured(
         device,
-        lambda: ops.flash_mla_with_kvcache_fp8(q, cache, table, seq_lens, 512, metadata, num_splits, 0.1, True, one, one),
+        lambda: ops.flash_mla_with_kvcache_fp8(
+            q, cache, table, seq_lens, 512, metadata, num_splits, 0.1, True, one, one
+        ),
     )
     found = [finding for finding in audit(graph).findings if finding.hazard == "I1"]
     assert bool(found) == (bad is not None)
@@ -378,7 +386,9 @@ class Backend:
 def cuda_capture(arguments, opaque=None, error=None):
     nodes = (Node(0, "kernel", "triton_poi_fused", tuple(arguments), opaque),)
     capture = Capture(1, lambda: None, Backend(nodes, error), (1, 0))
-    capture.memory = MemoryMap([Block(0x1000, 0x200, 0x200, "allocated"), Block(0x9000, 0x200, 0x200, "allocated", (1, 0))])
+    capture.memory = MemoryMap(
+        [Block(0x1000, 0x200, 0x200, "allocated"), Block(0x9000, 0x200, 0x200, "allocated", (1, 0))]
+    )
     capture.read_nodes(None)
     return capture
 

@@ -1,4 +1,4 @@
-"""The bug that the project is about, in a graph of which the audit is told nothing; and the exercises for the reader."""
+"""The project's own bug in a graph of which the audit is told nothing; and the exercises for the reader."""
 
 import pytest
 

@@ -71,7 +71,11 @@ def test_a_dead_owner_is_reported_once_with_who_has_its_address_and_who_let_go(b
         graph.replay()
     finding = only(w.report())
     assert (finding.hazard, finding.verdict, finding.name, finding.graph) == ("B", "reused", "scale", 1)
-    assert "test_watch.py" in finding.owner and any("churn" in frame for frame in finding.stack) and "test_a_dead_owner" in finding.dropped[0]
+    assert (
+        "test_watch.py" in finding.owner
+        and any("churn" in frame for frame in finding.stack)
+        and "test_a_dead_owner" in finding.dropped[0]
+    )
     assert "let go at" in finding.line() and "since step 1" in finding.line()
     assert w.report().replays == 4
 
@@ -179,7 +183,9 @@ def test_writes_that_nobody_reads_beside_a_read_that_nobody_writes_are_class_f(b
     assert (finding.hazard, finding.field) == ("F", "buffer") and f"bytes 0 to {4 * COUNT}" in finding.message
 
 
-@pytest.mark.parametrize("sound", ["eager code reads the front", "another graph reads the front", "the tail was written once"])
+@pytest.mark.parametrize(
+    "sound", ["eager code reads the front", "another graph reads the front", "the tail was written once"]
+)
 def test_a_buffer_in_parts_is_no_finding_by_itself(both, sound):
     w, device = both
     buffer, x = full(0, 4 * COUNT), full(2)
@@ -263,7 +269,7 @@ def test_a_result_of_another_pool_that_was_dropped_is_class_d(both):
 
 @pytest.mark.parametrize("refreshed", [True, False])
 def test_a_dead_input_in_the_pool_is_right_while_the_host_refreshes_its_bytes(both, refreshed):
-    """Cudagraph trees drop their static inputs, let the graph reuse the block, and copy into it by address each time."""
+    """Cudagraph trees drop their static inputs, let the graph reuse the block, and copy into it by address."""
     w, device = both
     maker, x = captured(device, lambda: torch.empty(COUNT))
     address = x.data_ptr()
@@ -555,7 +561,19 @@ TESTS = """
 def test_the_fixture_fails_the_test_that_replays_a_stale_address(tmp_path):
     path = tmp_path / "test_program.py"
     path.write_text(textwrap.dedent(TESTS))
-    command = [sys.executable, "-m", "pytest", "-p", "stalegraph.audit.pytest_plugin", "-p", "no:cacheprovider", "-q", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(SRC), "PATH": ""})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "stalegraph.audit.pytest_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        str(path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(SRC), "PATH": ""}
+    )
     assert "3 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "ERROR test_program.py::test_wrong" in done.stdout and "[B freed]" in done.stdout

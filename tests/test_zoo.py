@@ -1,4 +1,4 @@
-"""Each replica is wrong in its output when buggy and right when fixed; the audit finds the one and is silent on the other."""
+"""Each replica is wrong when buggy and right when fixed; the audit finds the one and is silent on the other."""
 
 import ast
 import inspect

@@ -7,6 +7,7 @@ from stalegraph.audit.rules import OutOfBounds, rule
 from stalegraph.audit.watch import Watch, current_watch, declare, watch
 
 __all__ = [
-    "audit", "watch", "declare", "note", "rule", "Report", "Finding", "Pointer", "Unseen", "Hazard", "HAZARDS", "VERDICTS",
+    "audit", "watch", "declare", "note", "rule", "Report", "Finding", "Pointer", "Unseen", "Hazard", "HAZARDS",
+    "VERDICTS",
     "NO_BROKEN_INVARIANT", "Watch", "Notes", "OutOfBounds", "current_watch",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The same few questions put to the simulated GPU and to CUDA: what is mapped, what does a graph hold, whose pool is it."""
+"""The same few questions put to the simulated GPU and to CUDA: what is mapped, what a graph holds, whose pool it is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Simulated:
         return tuple(graph.pool())
 
     def generations(self, graph) -> dict[tuple[int, str], tuple[int, int]]:
-        """(node, argument) -> (block address, generation at capture) for reads of memory that is not the graph's own."""
+        """(node, argument) -> (block address, generation at capture) of reads of memory that the graph does not own."""
         return graph.generations
 
     def host_map(self) -> MemoryMap:
@@ -91,7 +91,9 @@ class Cuda:
         from stalegraph.cuda.nodes import read_nodes
 
         if not hasattr(graph, "raw_cuda_graph"):
-            raise RungUnavailable(f"torch {torch.__version__} keeps no graph to read; torch 2.8 or later does (keep_graph)")
+            raise RungUnavailable(
+                f"torch {torch.__version__} keeps no graph to read; torch 2.8 or later does (keep_graph)"
+            )
         try:
             raw = graph.raw_cuda_graph()
         except RuntimeError as error:

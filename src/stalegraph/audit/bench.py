@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Seconds of `audit(graph)` for a graph of `nodes` nodes, the best of three, and the bytes it allocates at its peak."""
+    """Seconds of `audit(graph)` for a graph of `nodes` nodes, best of three, and the bytes it allocates at its peak."""
 
     nodes: int
     pointers: int
@@ -19,9 +19,9 @@ class Benchmark:
 
     def line(self) -> str:
         return (
-            f"{self.nodes} nodes, {self.pointers} pointers: audit {self.seconds:.2f} s, one replay's check under a watch "
-            f"{self.watched_seconds * 1000:.1f} ms, peak {self.peak_bytes / 2**20:.1f} MiB ({self.peak_bytes / self.nodes:.0f} "
-            "bytes a node)"
+            f"{self.nodes} nodes, {self.pointers} pointers: audit {self.seconds:.2f} s, "
+            f"one replay's check under a watch {self.watched_seconds * 1000:.1f} ms, "
+            f"peak {self.peak_bytes / 2**20:.1f} MiB ({self.peak_bytes / self.nodes:.0f} bytes a node)"
         )
 
     def to_json(self) -> dict:
@@ -29,7 +29,7 @@ class Benchmark:
 
 
 def bench(nodes: int) -> Benchmark:
-    """Captures `nodes` additions on the simulated GPU, over 64 tensors of which one in eight has died, and audits them."""
+    """Captures `nodes` additions on the simulated GPU, over 64 tensors of which one in eight dies, and audits them."""
     import torch
 
     from stalegraph.audit import audit, watch

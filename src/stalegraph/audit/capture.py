@@ -31,7 +31,7 @@ class FieldNote:
 
 
 class BlockNote:
-    """Stands in for a StorageNote where no watch saw the capture: a block, told apart by its generation if that is known."""
+    """Stands in for a StorageNote where no watch saw the capture: a block, told apart by its generation if known."""
 
     pinned = False
 
@@ -65,7 +65,7 @@ class BlockNote:
 
 @dataclass
 class Capture:
-    """Everything that is kept of one captured graph. The graph itself is held weakly: a watch must not prolong its life."""
+    """All that is kept of one captured graph. The graph itself is held weakly: a watch must not prolong its life."""
 
     index: int
     graph: weakref.ref
@@ -182,7 +182,7 @@ def from_nodes(graph, backend, nodes, now: MemoryMap, then: MemoryMap | None, po
 
 
 def is_sure(node: Node, argument: Argument) -> bool:
-    """Whether `argument` is a pointer for certain: one of a copy or fill, or among the pointers that a parameter begins with.
+    """Whether `argument` is a pointer for certain: one of a copy or fill, or among those that a parameter begins with.
 
     Words deeper in a struct, behind something else, may hold what an earlier call left on the stack.
     """

@@ -20,7 +20,7 @@ CANNOT_TELL = 125
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sim", action="store_true", help="run on a simulated GPU: device=\"cuda\" then needs no GPU")
+    parser.add_argument("--sim", action="store_true", help='run on a simulated GPU: device="cuda" then needs no GPU')
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument("--pointers", action="store_true", help="list every baked address, not only what is wrong")
     parser.add_argument("--bench", type=int, metavar="NODES", help="time the audit of a simulated graph of NODES nodes")
@@ -45,7 +45,9 @@ def main(args) -> int:
     if args.pointers and not args.json:
         print(report.table(pointers=True))
     if failure is not None:
-        print(f"stalegraph audit: {path.name} ended with {failure}; what it did until then was audited", file=sys.stderr)
+        print(
+            f"stalegraph audit: {path.name} ended with {failure}; what it did until then was audited", file=sys.stderr
+        )
     return 1 if report.findings else 0 if failure is None else CANNOT_TELL
 
 

@@ -1,4 +1,4 @@
-"""Two captures of one step side by side: what differs was passed by value, or is no pointer, or is not the same work."""
+"""Two captures of one step side by side: what differs was passed by value, is no pointer, or is other work."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ NAMES = ("symbol",)
 def compare(capture: Capture, second: Capture, now: MemoryMap, report: Report) -> None:
     """Findings of class G for numbers that differ and H for work that differs; confirms the words that are pointers."""
     if len(capture.nodes) != len(second.nodes):
-        told = f"two captures of the step have {len(capture.nodes)} and {len(second.nodes)} nodes: the host chose another path."
+        told = f"two captures have {len(capture.nodes)} and {len(second.nodes)} nodes: the host took another path."
         report.add(Finding(LIVE, "H", "nodes", 0, told, capture.index))
         return
     for one, other in zip(capture.nodes, second.nodes):
         if one.name != other.name:
-            told = f"node {one.index} is {one.name} in one capture and {other.name} in the other: the host chose another path."
+            told = (
+                f"node {one.index} is {one.name} in one capture, {other.name} in the other: the host took another path."
+            )
             report.add(Finding(LIVE, "H", "nodes", 0, told, capture.index, one.index, one.name))
             return
         _numbers(capture, one, other, report)
@@ -64,5 +66,10 @@ def _confirm(capture, one, other, now) -> None:
         here, there = now.find(argument.address), now.find(words[argument.name])
         if argument.address == words[argument.name]:
             continue  # a persistent tensor's address, or a word left over: it proves nothing
-        if here and there and here.size == there.size and argument.address - here.address == words[argument.name] - there.address:
+        if (
+            here
+            and there
+            and here.size == there.size
+            and argument.address - here.address == words[argument.name] - there.address
+        ):
             capture.confirmed.add((one.index, argument.name))

@@ -12,8 +12,9 @@ from stalegraph.audit.backend import backend_of, state_of
 from stalegraph.audit.capture import Capture, FieldNote, from_nodes
 from stalegraph.audit.compare import compare
 from stalegraph.audit.extents import ranges
-from stalegraph.audit.judge import Now, bytes_of, judge
+from stalegraph.audit.judge import judge
 from stalegraph.audit.ledger import Ledger
+from stalegraph.audit.now import Now, bytes_of
 from stalegraph.audit.pointers import pointers
 from stalegraph.audit.report import Report
 from stalegraph.audit.storages import StorageBook
@@ -21,7 +22,7 @@ from stalegraph.errors import StalegraphError, UsageError
 
 
 class Notes:
-    """The tensors of a caller's tree as they are now, without keeping them alive: taken at capture, given to `audit` later."""
+    """The tensors of a caller's tree as they are now, not kept alive: taken at capture, given to `audit` later."""
 
     def __init__(self, fields, memory=None):
         self.book = StorageBook()
@@ -61,14 +62,14 @@ def audit(
     from stalegraph.audit.watch import current_watch
 
     return examine(
-        graph, current_watch(), device=device, fields=fields, captured=captured, inputs=inputs, caches=caches, ledger=ledger,
-        scalars=scalars, work=work, second=second,
+        graph, current_watch(), device=device, fields=fields, captured=captured, inputs=inputs, caches=caches,
+        ledger=ledger, scalars=scalars, work=work, second=second,
     )  # fmt: skip
 
 
 def examine(
-    graph, watch, *, device=None, fields=None, captured=None, inputs=None, caches=None, ledger=None, scalars=None, work=None,
-    second=None,
+    graph, watch, *, device=None, fields=None, captured=None, inputs=None, caches=None, ledger=None, scalars=None,
+    work=None, second=None,
 ) -> Report:  # fmt: skip
     """`audit` with the watch, if any, that may have seen the capture."""
     graph = getattr(graph, "simulated", graph)
@@ -205,7 +206,9 @@ def _given_ledger(capture, now, ledger, declared) -> None:
             start = written.untyped_storage().data_ptr()
             if was.note.address <= start < max(was.note.end, was.note.address + 1):
                 shift = start - was.note.address
-                now.ledger.host_writes(was.note, [(shift + low, shift + high) for low, high in ranges(written)], "ledger")
+                now.ledger.host_writes(
+                    was.note, [(shift + low, shift + high) for low, high in ranges(written)], "ledger"
+                )
         if path in now.fields:
             capture.snapshots[path] = bytes_of(now.fields[path], now)
     capture.replays = max(capture.replays, 1)
@@ -225,5 +228,3 @@ def _second(capture, second, device, now_map, report) -> None:
         report.miss("the nodes of the second capture", second.unread)
         return
     compare(capture, second, now_map, report)
-
-

@@ -33,7 +33,7 @@ HAZARDS = {
     for hazard in (
         Hazard(
             "A", "re-bound tensor", "captured address = address the step writes",
-            "Keep one tensor for the life of the graph and copy_ each step's values into it, or write them there directly.",
+            "Keep one tensor for the life of the graph and copy_ or write each step's values into it.",
         ),
         Hazard(
             "B", "orphaned owner", "storage outlives the graph",
@@ -49,7 +49,7 @@ HAZARDS = {
         ),
         Hazard(
             "E", "block re-carved inside a shared graph pool", "one live owner per pool block over all graphs",
-            "Allocate what outlives a capture before it, and keep results that later graphs read alive until those are gone.",
+            "Allocate what outlives a capture before it, and keep alive what later graphs read while they replay.",
         ),
         Hazard(
             "F", "address right, value old", "every captured input written before each replay",

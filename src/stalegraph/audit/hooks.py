@@ -1,4 +1,4 @@
-"""Where a watch listens: captures, replays and resets of torch's CUDA graphs and of the simulator's, while it is open."""
+"""Where a watch listens while it is open: captures, replays and resets of torch's CUDA graphs and the simulator's."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ MOST_RANGES = 100_000
 
 @dataclass
 class Entry:
-    """One storage's bytes. `written` maps a graph to what was written since its last replay, by the host or other graphs.
+    """One storage's bytes. `written` maps a graph to what the host or other graphs wrote since its last replay.
 
-    `unread` are host writes that nobody has read yet; `lost` those that were written over unread with a replay in between.
+    `unread` are host writes that nobody has read yet; `lost` those written over unread with a replay in between.
     `ever` is all that was written since the storage was first captured.
     """
 
@@ -92,11 +92,15 @@ def _take(entry: Entry, ranges) -> None:
         for low, high in getattr(entry, name):
             pieces = [(low, high)]
             for at, until in ranges:
-                pieces = [
-                    (a, b)
-                    for begin, end in pieces
-                    for a, b in ((begin, min(end, at)), (max(begin, until), end))
-                    if a < b
-                ] if any(begin < until and at < end for begin, end in pieces) else pieces
+                pieces = (
+                    [
+                        (a, b)
+                        for begin, end in pieces
+                        for a, b in ((begin, min(end, at)), (max(begin, until), end))
+                        if a < b
+                    ]
+                    if any(begin < until and at < end for begin, end in pieces)
+                    else pieces
+                )
             left.update(pieces)
         setattr(entry, name, left)

@@ -1,4 +1,4 @@
-"""The pytest fixture `stalegraph_watch`: a test that captures and replays graphs fails if one of them holds a stale address."""
+"""The pytest fixture `stalegraph_watch`: a test that replays a graph which holds a stale address fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def stalegraph_watch():
-    """An open watch. At the end of the test a finding fails it, unless the test has set `allow` to hazard ids it expects."""
+    """An open watch. At the end of the test a finding fails it, unless the test has put its hazard id into `allow`."""
     from stalegraph.audit import watch
 
     with watch(quiet=True) as opened:
@@ -16,6 +16,9 @@ def stalegraph_watch():
         report = opened.report()
     unexpected = [finding for finding in report.findings if finding.hazard not in opened.allow]
     if unexpected:
-        pytest.fail("\n".join(["stalegraph found broken invariants:", *(finding.line() for finding in unexpected)]), pytrace=False)
+        pytest.fail(
+            "\n".join(["stalegraph found broken invariants:", *(finding.line() for finding in unexpected)]),
+            pytrace=False,
+        )
     for unseen in report.not_seen:
         print(unseen.line())

@@ -13,7 +13,7 @@ NO_BROKEN_INVARIANT = "no broken invariant"
 
 @dataclass(frozen=True)
 class Pointer:
-    """One pointer argument of a graph's node and what its address is now; `offset` in bytes of the kernel's parameters."""
+    """One pointer argument of a node and what its address is now; `offset` in bytes of the kernel's parameters."""
 
     node: int
     node_name: str
@@ -94,7 +94,7 @@ class Unseen:
 
 @dataclass
 class Report:
-    """`findings` hold what is broken and nothing else; `pointers` all that a graph has baked in; `not_seen` the gaps."""
+    """`findings`: what is broken and nothing else; `pointers`: all that a graph has baked in; `not_seen`: the gaps."""
 
     findings: list[Finding] = field(default_factory=list)
     not_seen: list[Unseen] = field(default_factory=list)
@@ -149,7 +149,19 @@ class Report:
                  f.owner or "", "" if f.since is None else f.since]
                 for f in self.findings
             ]  # fmt: skip
-            head = ["class", "verdict", "field", "graph", "node", "op", "argument", "byte", "address", "owner now", "since"]
+            head = [
+                "class",
+                "verdict",
+                "field",
+                "graph",
+                "node",
+                "op",
+                "argument",
+                "byte",
+                "address",
+                "owner now",
+                "since",
+            ]
         lines = [tabulate(rows, head, tablefmt="simple", disable_numparse=True) if rows else self.summary()]
         if not pointers:
             lines += ["", *(finding.line() for finding in self.findings)] if self.findings else []

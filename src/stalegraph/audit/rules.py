@@ -1,4 +1,4 @@
-"""Reading formulas: what an op makes of its index tensors, and so which entries would send it out of bounds (class I1)."""
+"""Reading formulas: what an op makes of its index tensors, and so which entries send it out of bounds (class I1)."""
 
 from __future__ import annotations
 
@@ -75,14 +75,18 @@ def fp8_dense_decode(tensors, numbers) -> list[OutOfBounds]:
                 found.append(OutOfBounds("block_table", at, message))
                 continue
             page = entries[where[0]][where[1]]
-            what = f"row {row} is padding (seq_len 0), so the kernel reads the entry before it, block_table{list(where)}"
+            what = (
+                f"row {row} is padding (seq_len 0), so the kernel reads the entry before it, block_table{list(where)}"
+            )
             if not 0 <= page < pages:
                 found.append(OutOfBounds("block_table", at, f"{what} = {page}, outside the cache's {pages} pages."))
             continue
         for at in range(min(-(-length // BLOCK_SIZE), width)):
             page = entries[row][at]
             if not 0 <= page < pages:
-                message = f"row {row} of {length} tokens reads block_table[{row}, {at}] = {page}, outside {pages} pages."
+                message = (
+                    f"row {row} of {length} tokens reads block_table[{row}, {at}] = {page}, outside {pages} pages."
+                )
                 found.append(OutOfBounds("block_table", entry_address(table, row, at), message))
                 break
     return found

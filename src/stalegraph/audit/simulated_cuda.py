@@ -1,6 +1,6 @@
 """`torch.cuda` on a machine without a GPU: a program written for CUDA runs on a simulated device, graphs included.
 
-Tensors in the simulated GPU's memory say that they are CUDA tensors, all others are host tensors. What is mapped is what
+Tensors in the simulated GPU's memory say that they are CUDA tensors, all others are host tensors. Mapped is what
 programs with CUDA graphs use: factories and moves by `device=`, `torch.cuda.graph` and `CUDAGraph`,
 `make_graphed_callables`, streams and events (which do nothing: the simulated GPU runs in order), memory statistics.
 """
@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from stalegraph.simulator import Device
 
-_TO_HOST = frozenset(("item", "tolist", "numpy", "__repr__", "__bool__", "__int__", "__float__", "__index__", "__format__"))
+_TO_HOST = frozenset(
+    ("item", "tolist", "numpy", "__repr__", "__bool__", "__int__", "__float__", "__index__", "__format__")
+)
 
 
 class Stream:
@@ -227,7 +229,7 @@ def _is_cuda(device) -> bool:
 
 @contextmanager
 def simulated_cuda(sm_count: int = 132, memory_bytes: int = 1 << 30):
-    """Inside, `torch.cuda` is a simulated GPU; gives its `Device`. Random numbers on it come from the host's generator."""
+    """Inside, `torch.cuda` is a simulated GPU; gives its `Device`. Random numbers come from the host's generator."""
     device = Device(sm_count=sm_count, memory_bytes=memory_bytes)
     stream = Stream()
     properties = SimpleNamespace(

@@ -40,7 +40,7 @@ def user_frames(depth: int = 3) -> tuple[str, ...]:
 
 
 def variables(depth: int = 6) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what the program's innermost frames call by a variable: only names, nothing is judged by them."""
+    """(name, tensor) of what the program's innermost frames hold in variables."""
     found = []
     for frame in _frames(depth):
         for name, value in _locals(frame):
@@ -105,7 +105,7 @@ class StorageNote:
 
 
 class StorageBook:
-    """The notes of all storages seen, by identity; a storage that died keeps its note only where something else holds it."""
+    """The notes of all storages seen, by identity; the note of one that died lives where something else holds it."""
 
     def __init__(self, clock=lambda: None):
         self.clock = clock

@@ -1,4 +1,4 @@
-"""Finds the tensors in whatever a caller keeps metadata in: dataclasses, dicts, sequences, objects, nested, with cycles."""
+"""Finds the tensors in whatever a caller keeps metadata in: dataclasses, dicts, sequences, objects, nested."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from stalegraph.audit import hooks, rules
 from stalegraph.audit.backend import Cuda, Simulated
 from stalegraph.audit.capture import Capture, FieldNote
 from stalegraph.audit.examine import examine, named, note_gaps
-from stalegraph.audit.judge import Now, judge
+from stalegraph.audit.judge import judge
 from stalegraph.audit.ledger import Ledger
+from stalegraph.audit.now import Now
 from stalegraph.audit.pointers import pointers
 from stalegraph.audit.report import Finding, Report
 from stalegraph.audit.storages import StorageBook, variables
@@ -35,7 +36,7 @@ def current_watch() -> Watch | None:
 def watch(
     *, fields=None, inputs=None, caches=None, scalars=None, work=None, raises: bool = False, quiet: bool = False
 ) -> Watch:
-    """A context manager that audits each graph captured in it at each of its replays; see `Watch.declare` for what to tell it.
+    """A context manager that audits each graph captured in it at each replay; `Watch.declare` says what to tell it.
 
     With `raises` a finding stops the program with StaleReadError before the replay; with `quiet` nothing is printed.
     """
@@ -83,7 +84,9 @@ class Watch:
         for name, given, kept in (("scalars", scalars, self._scalars), ("work", work, self._work)):
             for key, value in (given or {}).items():
                 if not isinstance(value, Callable):
-                    raise UsageError(f"{name}[{key!r}] is {value!r}; allowed: a function that gives the number as it is now")
+                    raise UsageError(
+                        f"{name}[{key!r}] is {value!r}; allowed: a function that gives the number as it is now"
+                    )
                 kept[key] = value
 
     # life

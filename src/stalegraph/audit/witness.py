@@ -1,4 +1,4 @@
-"""A dispatch mode that sees each op's tensors: which storages a capture reads and writes, and which bytes the host writes."""
+"""A dispatch mode that sees each op's tensors: what a capture reads and writes, and which bytes the host writes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,33 @@ SHAPE_ONLY = frozenset(
     f"aten::{name}"
     for name in (
         "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
-        "new_empty_strided", "new_zeros", "new_ones", "new_full", "sym_size", "sym_stride", "is_pinned", "record_stream",
+        "new_empty_strided", "new_zeros", "new_ones", "new_full", "sym_size", "sym_stride", "is_pinned",
+        "record_stream",
     )
 )  # fmt: skip
-UNWRITTEN = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+UNWRITTEN = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
 # In-place ops whose result does not depend on what was there.
 OVERWRITES = frozenset(
-    f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli", "_foreach_copy", "_foreach_zero")
+    f"aten::{name}_"
+    for name in (
+        "copy",
+        "fill",
+        "zero",
+        "normal",
+        "uniform",
+        "random",
+        "exponential",
+        "bernoulli",
+        "_foreach_copy",
+        "_foreach_zero",
+    )
 )
 RESIZE = "aten::resize_"
 NOT_VALUES = frozenset(
-    ("dim", "dims", "dim0", "dim1", "size", "sizes", "shape", "stride", "storage_offset", "layout", "dtype", "pin_memory",
+    ("dim", "dims", "dim0", "dim1", "size",
+     "sizes", "shape", "stride", "storage_offset", "layout", "dtype", "pin_memory",
      "non_blocking", "memory_format", "keepdim", "implicit", "copy", "device", "generator")
 )  # fmt: skip
 VIEW_VALUES = frozenset(("index", "start", "end", "length"))
@@ -36,7 +52,7 @@ VIEW_VALUES = frozenset(("index", "start", "end", "length"))
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that an op was given by value during capture; `view` where it chose a slice instead of a kernel's argument."""
+    """A number that an op was given by value during capture; `view` where it chose a slice, not a kernel's argument."""
 
     op: str
     argument: str
@@ -46,7 +62,7 @@ class Scalar:
 
 @dataclass
 class Touch:
-    """What a capture does with one storage that was there before: the first op and argument that name it, and its bytes.
+    """What a capture does with one storage: the first op and argument that name it, and which of its bytes.
 
     `reads` are bytes read before the capture itself wrote them; `all_reads` any; ranges count from the storage's start.
     """
@@ -90,7 +106,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op whose reading formula is known: its tensors as (storage, dtype, shape, strides, offset), and numbers."""
+    """One call of an op whose reading formula is known: its tensors, described and not kept alive, and its numbers."""
 
     op: str
     tensors: dict[str, tuple]
@@ -102,7 +118,8 @@ def _schema(func):
     """(op's name, [(argument's name, written)], by name, whether it only reshapes)."""
     schema = func._schema
     slots = [
-        (argument.name, argument.alias_info is not None and argument.alias_info.is_write) for argument in schema.arguments
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in schema.arguments
     ]
     returns = schema.returns
     aliases = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
@@ -260,7 +277,9 @@ class Witness(TorchDispatchMode):
 
 def _call(op, slots, args, kwargs) -> Call:
     tensors, numbers = {}, {}
-    for name, value in [(slots[at][0], value) for at, value in enumerate(args) if at < len(slots)] + list(kwargs.items()):
+    for name, value in [(slots[at][0], value) for at, value in enumerate(args) if at < len(slots)] + list(
+        kwargs.items()
+    ):
         if isinstance(value, torch.Tensor):
             tensors[name] = describe(value)
         elif isinstance(value, (int, float, bool)):
@@ -273,7 +292,8 @@ def describe(tensor: torch.Tensor) -> tuple:
     import weakref
 
     return (
-        weakref.ref(tensor.untyped_storage()), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
+        weakref.ref(tensor.untyped_storage()), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+        tensor.storage_offset(),
         tensor.device,
     )  # fmt: skip
 

@@ -66,7 +66,7 @@ def is_expected(finding, expected) -> bool:
 
 
 def data_ptr_comparison(name: str, form: str, device) -> Sight:
-    """Compares `data_ptr()` of each declared tensor with its value at capture (as in vLLM #52440, TensorRT-LLM #19306)."""
+    """Compares each declared tensor's `data_ptr()` with that at capture (as in vLLM #52440, TensorRT-LLM #19306)."""
     kind = zoo.load(name, form)
     captured: dict[str, int] = {}
     moved: list[str] = []
@@ -85,7 +85,9 @@ def data_ptr_comparison(name: str, form: str, device) -> Sight:
 
     run(kind, device, before_replay=look)
     expected = kind.expected.named if kind.expected else None
-    return _judge(name, form, f"moved: {', '.join(moved)}" if moved else "", any(path.endswith(expected or "?") for path in moved))
+    return _judge(
+        name, form, f"moved: {', '.join(moved)}" if moved else "", any(path.endswith(expected or "?") for path in moved)
+    )
 
 
 def missing_liveness() -> str | None:
@@ -119,7 +121,7 @@ def missing_simulated_liveness() -> str | None:
 
 
 def liveness_simulated(name: str, form: str, device) -> Sight:
-    """The same check, torch's own tracker, on the simulated GPU: only its questions about CUDA are answered by the device."""
+    """Torch's own tracker on the simulated GPU: only its questions about CUDA are answered by the device."""
     from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker, _TensorTrackingMode, _TrackedTensorInfo
 
     class Mode(_TensorTrackingMode):
@@ -192,7 +194,9 @@ def memcheck(name: str, form: str) -> Sight:
         return Sight("not run", f"no answer within {MEMCHECK_TIMEOUT:.0f} s")
     summary = re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)
     if summary is None or "steps right" not in done.stdout:
-        return Sight("not run", (done.stdout + done.stderr).strip().splitlines()[-1][:200] if done.stdout + done.stderr else "")
+        return Sight(
+            "not run", (done.stdout + done.stderr).strip().splitlines()[-1][:200] if done.stdout + done.stderr else ""
+        )
     errors = int(summary.group(1))
     return _judge(name, form, f"{errors} errors" if errors else "", False)
 

@@ -1,4 +1,4 @@
-"""Three programs for the reader, each with one bug of a class from the map; `answer` tells, so do not read on before trying."""
+"""Three programs for the reader, each with one bug of a class from the map; `answer` tells which."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Buggy(Replica):
         return pages / pages.amax()  # one scale for the batch, as a quantised step has
 
     def step(self, k):
-        """Batches of 4, 3, 2, 2 requests: padding comes with the second step, a padded row behind padding with the third."""
+        """Batches of 4, 3, 2, 2 requests: from the third on a padded row stands behind a padded row."""
         self.churn()
         requests = max(BATCH - k, 2)
         self.cache[1:].fill_(fresh(k))

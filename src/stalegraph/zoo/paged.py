@@ -14,17 +14,17 @@ _library.define("last_page(Tensor cache, Tensor block_table, Tensor seq_lens) ->
 
 @torch.library.impl(_library, "last_page", "CompositeExplicitAutograd")
 def _last_page(cache, block_table, seq_lens):
-    """The values of each row's last page. A row without tokens looks at the entry before its own, as the kernel does."""
+    """The values of each row's last page. A row of no tokens looks at the entry before its own, as the kernel does."""
     rows, width = block_table.shape
     last = torch.div(seq_lens + (PAGE - 1), PAGE, rounding_mode="floor") - 1
     entry = torch.arange(rows, device=cache.device) * width + last
     page = block_table.reshape(-1)[entry.clamp(min=0)]
-    # Page -1 of a cache that starts on page 1 of its buffer: an address before the cache, mapped here so that all goes on.
+    # The cache starts on page 1 of its buffer: page -1 is an address before it, mapped here so that all goes on.
     return cache.index_select(0, page.long() + 1)
 
 
 def last_page(cache, block_table, seq_lens):
-    """cache (1 + pages, width) with what lies before it in row 0; block_table (rows, pages) and seq_lens (rows,) int32."""
+    """cache (1 + pages, width), row 0 what lies before it; block_table (rows, pages) and seq_lens (rows,) int32."""
     return torch.ops.stalegraph_zoo.last_page(cache, block_table, seq_lens)
 
 
@@ -40,7 +40,13 @@ def _reads(tensors, numbers):
     for row, length in enumerate(lengths):
         at = max(row * width + -(-length // PAGE) - 1, 0)
         if not 0 <= entries[at] < pages:
-            why = "padding (seq_len 0), so the op reads the entry before the row" if length == 0 else f"{length} tokens long"
-            told = f"row {row} is {why}: block_table[{at // width}, {at % width}] = {entries[at]}, outside {pages} pages."
+            why = (
+                "padding (seq_len 0), so the op reads the entry before the row"
+                if length == 0
+                else f"{length} tokens long"
+            )
+            told = (
+                f"row {row} is {why}: block_table[{at // width}, {at % width}] = {entries[at]}, outside {pages} pages."
+            )
             found.append(OutOfBounds("block_table", entry_address(table, at // width, at % width), told))
     return found

@@ -1,4 +1,4 @@
-"""`python -m stalegraph.zoo.record JOB FILE`: puts the zoo before one detector on a GPU; `merge` makes the record of them.
+"""`python -m stalegraph.zoo.record JOB FILE`: puts the zoo before one detector on a GPU; `merge` makes the record.
 
 One job a process: a detector that fails, or a tool that is missing, takes nothing else with it.
 """
@@ -82,7 +82,12 @@ def sound(names=None) -> dict:
                 "not_seen": [one.line() for one in report.not_seen],
             }  # fmt: skip
         except Exception as error:
-            results[name] = {"right": None, "summary": f"{type(error).__name__}: {error}"[:300], "findings": [], "not_seen": []}
+            results[name] = {
+                "right": None,
+                "summary": f"{type(error).__name__}: {error}"[:300],
+                "findings": [],
+                "not_seen": [],
+            }
     return results
 
 
@@ -108,7 +113,7 @@ def _driver() -> str:
 
 
 def portable(text: str) -> str:
-    """`text` with this package's files named from the package on, and others by their last name: no machine's folders."""
+    """`text` with files named from the package on, and others by their last name: no machine's folders."""
     text = text.replace(f"{Path(zoo.__file__).parents[2]}/", "")
     return re.sub(r"(?<![\w.-])/(?:[^\s\":/]+/)+([^\s\":/]+\.py)", r"\1", text)
 

@@ -1,4 +1,4 @@
-"""What every replica of a public bug has: a step that is captured, what the host does before each replay, the right answer."""
+"""What every replica has: a step that is captured, what the host does before each replay, and the right answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = 256  # float32 elements of most tensors here: 1 KiB, so that blocks are o
 
 @dataclass(frozen=True)
 class Expected:
-    """What an audit must say of the buggy form: class, verdicts that fit, the caller's name or the argument of the op."""
+    """What an audit must say of the buggy form: class, fitting verdicts, the caller's name or the op's argument."""
 
     hazard: str
     verdicts: tuple[str, ...]
@@ -21,9 +21,9 @@ class Expected:
 
 
 class Replica:
-    """One bug on one device, simulated or CUDA: `prepare`, then `body` under capture, then `step(k)` and a replay per step.
+    """One bug on one device, simulated or CUDA: `prepare`, then `body` under capture, then `step(k)` and a replay each.
 
-    The buggy form and its fixed twin are two subclasses in one file and differ in one method. `declare()` is what a user
+    The buggy form and its fixed twin are subclasses in one file and differ in one method. `declare()` is what a user
     would tell the audit; `right(k)` is the output of step k computed eagerly from the host's truth.
     """
 
@@ -76,7 +76,7 @@ class Replica:
         return self.device.to_host(self.out)
 
     def settle(self) -> None:
-        """Fills the holes that earlier work has left in the allocator, so that a block freed here is the next one taken."""
+        """Fills the holes that earlier work has left in the allocator: a block freed here is the next one taken."""
         if self.device.torch_device.type == "cuda":  # a simulated device starts without any
             gc.collect()
             self.device.empty_cache()

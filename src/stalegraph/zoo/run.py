@@ -31,7 +31,7 @@ class Outcome:
 def run(replica, device, *, before_replay=None) -> Outcome:
     """`replica` (a class from the zoo) on an entered `device` for its number of steps, without an audit.
 
-    `before_replay(instance, k)` is another detector's look, taken after the host's part of step `k`, and with k = -1 before capture.
+    `before_replay(instance, k)` is another detector's look, after the host's part of step `k`; -1 is before capture.
     """
     outcome = Outcome(replica.__module__.rsplit(".", 1)[-1], replica.__name__.lower())
     _steps(replica(device), device, outcome, before_replay)

@@ -1,4 +1,4 @@
-"""`stalegraph scoreboard`: which detector finds which class of bug with its cause, from runs; 'not run' where not run."""
+"""`stalegraph scoreboard`: which detector finds which class of bug with its cause, from runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ LIVENESS = "torch input liveness"
 # Detectors that need a GPU: title -> (job of the recording, why it cannot run without one or None, the look).
 ON_GPU = {
     LIVENESS: ("liveness", detectors.missing_liveness, detectors.liveness),
-    "compute-sanitizer memcheck": ("memcheck", detectors.missing_memcheck, lambda name, form, _: detectors.memcheck(name, form)),
+    "compute-sanitizer memcheck": (
+        "memcheck",
+        detectors.missing_memcheck,
+        lambda name, form, _: detectors.memcheck(name, form),
+    ),
     "torch-cudagraph-debug 0.2.0": ("value_probes", detectors.missing_value_probes, detectors.value_probes),
 }
 NOT_RUN = "not run"
@@ -32,7 +36,8 @@ NOT_RUN = "not run"
 class Cell:
     """One detector on one replica: `found` in the buggy form and what it said.
 
-    `found`: "cause" (the right tensor or number by name), "symptom", "nothing", "clear" (silent on the control), "not run".
+    `found`: "cause" (the right tensor or number by name), "symptom", "nothing", "clear" (silent on the control) or
+    "not run".
     `fixed` is what it made of the fixed twin; `source` is "run here", a recording's caption, or why it was not run.
     """
 
@@ -51,7 +56,11 @@ class Cell:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--rung", choices=("sim", "cuda"), help="run on this and nothing else (default: sim, and cuda where there is a GPU)")
+    parser.add_argument(
+        "--rung",
+        choices=("sim", "cuda"),
+        help="run on this and nothing else (default: sim, and cuda where there is a GPU)",
+    )
 
 
 def main(args) -> int:
@@ -91,7 +100,11 @@ def scoreboard(*, run_sim: bool = True, run_cuda: bool = False) -> list[Cell]:
         if run_cuda and missing() is None:
             cells += _on_gpu(title, look)
         elif title == LIVENESS and run_sim and detectors.missing_simulated_liveness() is None:
-            cells += _on_sim(title, detectors.liveness_simulated, f"torch {torch.__version__}'s own tracker, run here on the simulated GPU")
+            cells += _on_sim(
+                title,
+                detectors.liveness_simulated,
+                f"torch {torch.__version__}'s own tracker, run here on the simulated GPU",
+            )
         else:
             cells += _recorded(title, job, missing() if run_cuda else None)
     return cells
@@ -112,7 +125,9 @@ def _on_gpu(title, look) -> list[Cell]:
     cells = []
     with detectors.cuda_device() as device:
         for name in zoo.REPLICAS:
-            cells.append(_cell(title, name, *(look(name, form, device) for form in zoo.FORMS), f"run here on {device.name}"))
+            cells.append(
+                _cell(title, name, *(look(name, form, device) for form in zoo.FORMS), f"run here on {device.name}")
+            )
     return cells
 
 
@@ -133,7 +148,9 @@ def _recorded(title, job, missing) -> list[Cell]:
 
 
 def _caption(made) -> str:
-    return f"recorded on {made.device} ({made.sm_count} SMs), driver {made.driver}, torch {made.torch}, {made.date[:10]}"
+    return (
+        f"recorded on {made.device} ({made.sm_count} SMs), driver {made.driver}, torch {made.torch}, {made.date[:10]}"
+    )
 
 
 def _cell(title, name, buggy, fixed, source) -> Cell:

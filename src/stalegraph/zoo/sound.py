@@ -218,7 +218,7 @@ def chain_of_graphs():
 
 @program
 def chain_in_one_pool():
-    """Graphs in one pool, replayed in the order of capture; what lies between them is dropped, as cudagraph trees do."""
+    """Graphs in one pool, replayed in the order of capture; what lies between is dropped, as cudagraph trees do."""
     x = torch.ones(64, device="cuda")
     first, a = capture(lambda: x * 2)
     pool = first.pool()
@@ -294,10 +294,13 @@ class StepMetadata:
 
 @program
 def declared_metadata():
-    """Per-step metadata in a dataclass made anew each step around the same persistent buffers, and told to the watch."""
+    """Metadata in a dataclass made anew each step around the same persistent buffers, and told to the watch."""
     lengths, plan = torch.zeros(8, device="cuda"), torch.zeros(64, device="cuda")
     current = {}
-    declare(inputs=lambda: current, scalars={"longest": lambda: int(current["step"].seq_lens[0].item()) if current else None})
+    declare(
+        inputs=lambda: current,
+        scalars={"longest": lambda: int(current["step"].seq_lens[0].item()) if current else None},
+    )
 
     def build(k):
         lengths.copy_(torch.full((8,), 17.0 + k, device="cuda"))

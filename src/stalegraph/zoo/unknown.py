@@ -1,4 +1,4 @@
-"""The walkthrough's decode loop as a program that the audit knows nothing about: no field, no input, no number declared."""
+"""The walkthrough's decode loop as a program that the audit knows nothing about: nothing is declared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from stalegraph.rungs import open_rung
 SECONDS = 300  # a child that takes longer has hung
 
 
-def audited(rung: str, prompt: bytes, sm_count: int | None, flashmla_lib: str, **options) -> tuple[float | None, Report]:
+def audited(
+    rung: str, prompt: bytes, sm_count: int | None, flashmla_lib: str, **options
+) -> tuple[float | None, Report]:
     """(fraction of bytes right, report) of one decode run under a watch; options as of `decode.run`.
 
     On a GPU in a child process that stops at the first finding, since a kernel that obeys a stale schedule may end it;
