@@ -460,6 +460,17 @@ def test_the_report_as_json_and_as_tables(device):
     assert {pointer.verdict for pointer in report.pointers} <= set(VERDICTS)
 
 
+def test_the_address_map_gives_records_to_draw(device):
+    x = full(1)
+    graph, _ = captured(device, lambda: x * 2)
+    noted, old = note({"x": x}), x
+    report = audit(graph, fields={"x": full(2)}, captured=noted)
+    finding = only(report)
+    assert [(place["row"], place["address"], place["role"]) for place in report.address_map()] == [
+        ("the graph reads", old.data_ptr(), "wrong"), ("the step writes", finding.moved_to, "right"),
+    ]  # fmt: skip
+
+
 def test_every_public_name_is_there():
     assert all(hasattr(package, name) for name in package.__all__)
     assert all(hazard.advice.endswith(".") and hazard.id == key for key, hazard in HAZARDS.items())

@@ -168,6 +168,17 @@ class Report:
         lines += [unseen.line() for unseen in self.not_seen]
         return "\n".join(lines)
 
+    def address_map(self) -> list[dict]:
+        """Records for `stalegraph.plots.Place`: where the graph reads each tensor at fault, and where it is now."""
+        places = []
+        for finding in self.findings:
+            place = {"field": finding.name, "nbytes": 0}
+            if finding.address:
+                places.append({"row": "the graph reads", "address": finding.address, "role": "wrong", **place})
+            if finding.moved_to:
+                places.append({"row": "the step writes", "address": finding.moved_to, "role": "right", **place})
+        return sorted(places, key=lambda place: place["row"])
+
     def to_json(self) -> dict:
         """One JSON-able object with a schema number."""
         return {
