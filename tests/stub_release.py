@@ -9,7 +9,7 @@ STUB = Path(__file__).parent / "vllm_stub"
 
 
 def install(folder: Path, version: str) -> Path:
-    """A copy of the stub called `version`: with the bug where that release has it, with its padding; returns `folder`."""
+    """A copy of the stub called `version`: with that release's bug, if any, and its padding; returns `folder`."""
     shutil.copytree(STUB / "vllm", folder / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "vllm" / "VERSION").write_text(version)
     info = folder / f"vllm-{version}.dist-info"

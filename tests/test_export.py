@@ -23,12 +23,15 @@ def norm(x, weight):
 def rotate(x, theta):
     """x (tokens, heads, 64): pairs (2j, 2j + 1) turned by position * theta^(-2j/64), as complex numbers."""
     angle = torch.arange(x.shape[0])[:, None] * theta ** (-torch.arange(0, 64, 2) / 64)
-    turned = torch.view_as_complex(x.unflatten(-1, (32, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    turned = (
+        torch.view_as_complex(x.unflatten(-1, (32, 2)).contiguous())
+        * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
     return torch.view_as_real(turned).flatten(-2)
 
 
 def plain_logits(folder, ids):
-    """DeepSeek-V2's dense forward pass from the files alone, unabsorbed, float32, no cache: logits of the last token."""
+    """DeepSeek-V2's dense forward pass from the files alone, unabsorbed, float32, no cache; the last token's logits."""
     config = json.loads((folder / "config.json").read_text())
     w = {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
     heads, nope, value = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
@@ -51,7 +54,7 @@ def plain_logits(folder, ids):
         h = norm(x, w[at + "post_attention_layernorm.weight"])
         gate, lift = (h @ w[at + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * lift) @ w[at + "mlp.down_proj.weight"].T
-    return (norm(x[-1], w["model.norm.weight"]) @ w["lm_head.weight"].T)
+    return norm(x[-1], w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
 def recite(folder, prompt, tokens):
@@ -74,9 +77,11 @@ def test_that_check_can_fail(tmp_path):
     assert recite(folder, PROMPT[:-1], 4) != expected(PROMPT[:-1], 4)
 
 
-@pytest.mark.parametrize("architecture, kind", zip(ARCHITECTURES, ("deepseek_v2", "deepseek_v3")))
+@pytest.mark.parametrize("architecture, kind", list(zip(ARCHITECTURES, ("deepseek_v2", "deepseek_v3"))))
 def test_the_config_is_dense_mla_that_both_transformers_read(tmp_path, architecture, kind):
-    config = json.loads((export(tmp_path / "model", PROMPT, architecture=architecture, layers=2) / "config.json").read_text())
+    config = json.loads(
+        (export(tmp_path / "model", PROMPT, architecture=architecture, layers=2) / "config.json").read_text()
+    )
     assert config["architectures"] == [architecture] and config["model_type"] == kind
     assert config["first_k_dense_replace"] >= config["num_hidden_layers"] == 2
     assert config["kv_lora_rank"] == 512 and config["q_lora_rank"] is None

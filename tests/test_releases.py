@@ -43,7 +43,8 @@ def test_the_map_agrees_with_the_rule_that_the_hotfix_goes_by():
 
 
 @pytest.mark.parametrize(
-    "version, torch, cuda", [("0.15.0", "2.9.1", 12), ("0.20.2", "2.11.0", 13), ("0.18.0", "2.10.0", 12), ("0.32.0", None, 13)]
+    "version, torch, cuda",
+    [("0.15.0", "2.9.1", 12), ("0.20.2", "2.11.0", 13), ("0.18.0", "2.10.0", 12), ("0.32.0", None, 13)],
 )
 def test_what_a_release_is_built_with(version, torch, cuda):
     found = release_of(version)

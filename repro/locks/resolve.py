@@ -63,7 +63,8 @@ def main() -> int:
             parser.error(f"release is {release!r}; allowed: {', '.join(RELEASES)}")
         path = path_of(release)
         if not args.check:
-            path.write_text(header(release) + resolve(args.uv, release, f"vllm=={release}\n", "--exclude-newer", RELEASES[release][0]))
+            found = resolve(args.uv, release, f"vllm=={release}\n", "--exclude-newer", RELEASES[release][0])
+            path.write_text(header(release) + found)
             print(f"{path.name}: written")
             continue
         pinned = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]

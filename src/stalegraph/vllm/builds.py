@@ -27,13 +27,13 @@ def addresses(decode) -> dict[str, int]:
 class Builds:
     """Watches one process: wraps the builder's `_build_decode`, and capture and replay of `torch.cuda.CUDAGraph`.
 
-    A graph belongs to the build that came right before its capture; graphs captured without one (piecewise) are left out.
+    A graph belongs to the build right before its capture; graphs captured without one (piecewise) are left out.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self.last: dict | None = None  # the newest build, until a capture or a replay takes it
-        self.captured: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> the build it was captured with
+        self.captured: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> its build
         self.order: list[dict] = []  # captured builds, in the order of capture
         self.begin()
 
@@ -88,8 +88,8 @@ class Builds:
     def summary(self) -> dict:
         """What was seen since `begin`: steps, and the fields that some step built elsewhere than captured.
 
-        `moves` are (step, field, address), one for each step whose field lies elsewhere than in the step before; times are
-        medians over steps, in milliseconds between two builds and microseconds of host time in one build.
+        `moves` are (step, field, address), one for each step whose field lies elsewhere than in the step before. Times
+        are medians over steps: milliseconds between two builds, microseconds of host time in one.
         """
         moves, before = [], {}
         stale = {field for captured, built in self.steps for field in built if built[field] != captured.get(field)}

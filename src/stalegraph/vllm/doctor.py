@@ -1,4 +1,4 @@
-"""`stalegraph doctor`: what this machine has, whether its vLLM is affected by #33638, and what to do. It never imports vLLM."""
+"""`stalegraph doctor`: what this machine has, whether its vLLM has #33638, and what to do. It never imports vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ISSUE, PADDING = "#33638", "#33664"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`verdict` on the installed vLLM, how version and source each vote, whether the hot-fix cures it, and what to do."""
+    """`verdict` on the installed vLLM, how version and source vote, whether the hot-fix cures it, and what to do."""
 
     verdict: str
     by_version: str
@@ -73,7 +73,7 @@ def examine(flashmla_lib=None) -> dict[str, str]:
     facts = {
         "GPU": _try(gpu),
         "driver": _try(driver),
-        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()).strip() or 'libc unknown'}",
+        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()).strip() or 'no libc'}",
         "Python": f"{platform.python_version()} ({sys.executable})",
         "Python of the notebooks' kernel": _try(kernel_python),
         "torch": _try(torch_version),
@@ -195,7 +195,8 @@ def diagnose() -> Diagnosis:
     agree = by_version == by_source or UNKNOWN in (by_version, by_source)
     verdict = next((one for one in (by_source, by_version) if one != UNKNOWN), UNKNOWN) if agree else UNKNOWN
     cured = verdict == AFFECTED and by_version == by_source and hotfix_is_on()
-    return Diagnosis(verdict, by_version, by_source, agree, cured, advise(version, release, verdict, agree, cured, source))
+    advice = advise(version, release, verdict, agree, cured, source)
+    return Diagnosis(verdict, by_version, by_source, agree, cured, advice)
 
 
 def advise(version, release, verdict, agree, cured, source) -> list[str]:
@@ -203,24 +204,26 @@ def advise(version, release, verdict, agree, cured, source) -> list[str]:
     advice = []
     if not agree:
         advice.append(
-            f"version and source disagree: this vLLM {version} is not what was released under that name; trust neither, "
-            "and run `stalegraph reproduce --rung vllm`"
+            f"version and source disagree: this vLLM {version} is not what was released under that name; "
+            "trust neither, and run `stalegraph reproduce --rung vllm`"
         )
     if release is None:
         advice.append(f"vLLM {version} is outside the release map ({span()}); the hot-fix leaves it alone")
     if source is None:
         advice.append("its FlashMLA builder's source was not found, so only the version speaks")
     if verdict == AFFECTED and cured:
-        advice.append(f"it has {ISSUE}, and the hot-fix plugin cures it at each start (STALEGRAPH_HOTFIX=off to see the bug)")
+        advice.append(f"it has {ISSUE}; the hot-fix plugin cures it at each start (STALEGRAPH_HOTFIX=off shows it)")
     elif verdict == AFFECTED and release is None:
         advice.append(f"its builder has {ISSUE}: take vLLM 0.20.0 or newer, or run without full graphs")
     elif verdict == AFFECTED:
         advice.append(
-            f"it has {ISSUE}: take vLLM 0.20.0 or newer; or install stalegraph beside it, whose plugin cures it; or run "
-            "without full graphs (--enforce-eager, or cudagraph_mode PIECEWISE)"
+            f"it has {ISSUE}: take vLLM 0.20.0 or newer; or install stalegraph beside it, whose plugin cures it; "
+            "or run without full graphs (--enforce-eager, or cudagraph_mode PIECEWISE)"
         )
     if verdict == HEALTHY and release is not None and not release.padding_is_safe:
-        advice.append(f"its padded block-table rows are -1 ({PADDING}): illegal accesses at some batch sizes; take 0.20.0 or newer")
+        advice.append(
+            f"its padded block-table rows are -1 ({PADDING}): illegal accesses at some batches; take 0.20.0 or newer"
+        )
     if not advice:
         advice.append("nothing to do")
     return advice

@@ -1,6 +1,6 @@
 """One real vLLM engine in a process of its own: started with a builder and a graph mode, asked, and watched.
 
-The engine core runs inside that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that what the builder returns can be seen.
+The engine core runs inside that process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that builds can be seen.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ def arguments(settings: Settings, known: set[str] | None = None) -> dict:
     if settings.mode == "eager":
         found["enforce_eager"] = True
     elif settings.mode == "full":
-        found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        found["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sizes,
+        }
     else:
         found["compilation_config"] = {"cudagraph_capture_sizes": sizes}  # every other choice is vLLM's own
     optional = {"kv_cache_memory_bytes", "enable_prefix_caching", "disable_log_stats", "seed"}
@@ -142,7 +146,7 @@ def listen() -> Lines:
 
 @dataclass(frozen=True)
 class Turns:
-    """Engines that share a GPU are asked one at a time, and none before all `engines` have started (or PATIENCE is over).
+    """Engines that share a GPU are asked one at a time, none before all `engines` have started (or PATIENCE is over).
 
     So the times of one are not those of its neighbours' start. `folder` is theirs alone.
     """
@@ -236,7 +240,12 @@ def describe(settings: Settings) -> dict:
 def versions(torch, vllm) -> dict:
     import platform
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
 
 
 def machine() -> dict:
@@ -270,7 +279,7 @@ def facts(llm) -> dict:
 
 
 def runner_of(engine) -> str | None:
-    """ "v1" or "v2", by the module of the model runner inside this process's engine core; None where it is not found."""
+    """The runner of this process's engine core, "v1" or "v2", by its module; None where it is not found."""
     at = engine
     for name in ("engine_core", "engine_core", "model_executor", "driver_worker", "worker", "model_runner"):
         at = getattr(at, name, None) or at
@@ -279,7 +288,7 @@ def runner_of(engine) -> str | None:
 
 
 def start(settings: Settings, *, timeout: float = 600.0, turns: Turns | None = None) -> tuple[dict | None, Isolated]:
-    """Run one engine in a child: its record (as far as it came) and how the child ended. Never raises for what happens there."""
+    """Run one engine in a child: its record (as far as it came) and how the child ended; never raises for either."""
     with tempfile.TemporaryDirectory(prefix="stalegraph-engine-") as folder:
         progress = os.path.join(folder, "record.json")
         result = run_isolated(run, settings, progress, turns, timeout=timeout, env=environment(settings))

@@ -1,4 +1,4 @@
-"""`python -m stalegraph.vllm.evidence`: records what engines of the installed vLLM say, builder by builder, as evidence.
+"""`python -m stalegraph.vllm.evidence`: records what engines of the installed vLLM say, builder by builder.
 
 Every engine has a process of its own; several start side by side on one GPU and take turns when they are asked, so that
 times are of one engine alone.
@@ -57,7 +57,13 @@ def plan(version: str) -> list[tuple[str, str | None, str, str]]:
 def settings_of(chosen, folders: dict[str, str]) -> engine.Settings:
     architecture, runner, mode, builder = chosen
     return engine.Settings(
-        model=folders[architecture], prompt=PROMPT, mode=mode, builder=builder, batches=BATCHES, tokens=TOKENS, runner=runner
+        model=folders[architecture],
+        prompt=PROMPT,
+        mode=mode,
+        builder=builder,
+        batches=BATCHES,
+        tokens=TOKENS,
+        runner=runner,
     )
 
 
@@ -84,12 +90,13 @@ def record_engine(chosen, folders, turns: engine.Turns, timeout) -> dict:
         one |= {"stale_fields": run.stale_fields, "addresses": run.addresses}
         one |= {name: run.facts.get(name) for name in ("moves", "replays", "ms_per_token", "us_per_build")}
         found["batches"].append(one)
-        print(f"{' '.join(map(str, chosen))} batch {run.batch}: {run.verdict} {run.accuracy} {run.why}", file=sys.stderr, flush=True)
+        words = (*chosen, "batch", run.batch, run.verdict, run.accuracy, run.why)
+        print(*words, file=sys.stderr, flush=True)
     return found
 
 
 def record_serve(folder, timeout) -> dict:
-    """What `vllm serve` completes with the hot-fix off and on, in its default mode and with full decode graphs alone."""
+    """What `vllm serve` completes with the hot-fix off and on, in its default mode and with full decode graphs only."""
     prompt = PROMPT.decode()
     want = (prompt * 2)[:ASKED]
     cases = [(mode, hotfix) for mode in ("default", "full") for hotfix in ("off", "auto")]
@@ -105,7 +112,9 @@ def record_serve(folder, timeout) -> dict:
         found["right"] = sum(got == wanted for got, wanted in zip(found["text"] or "", want)) / ASKED
         found["log"] = [line[:400] for line in lines if "stalegraph.hotfix" in line or "stalegraph hot-fix" in line][:4]
         if found["text"] is None:
-            found["log"] += [line[:400] for line in lines if "Error" in line][:20] + [line[:400] for line in lines[-15:]]
+            found["log"] += [line[:400] for line in lines if "Error" in line][:20] + [
+                line[:400] for line in lines[-15:]
+            ]
         print(f"serve {mode}, hot-fix {hotfix}: {found['right']:.1%} right {found['why']}", file=sys.stderr, flush=True)
         return found
 

@@ -1,4 +1,4 @@
-"""The reciter as a Hugging Face checkpoint: config, safetensors and a byte-level tokenizer, for vLLM and transformers alike."""
+"""The reciter as a Hugging Face checkpoint for vLLM and transformers: config, safetensors, a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ MAX_LAYERS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where the checkpoint goes; must not exist yet")
     parser.add_argument("--prompt-file", required=True, metavar="F", help=f"text to recite, 1 to {MAX_PROMPT:,} bytes")
-    parser.add_argument("--architecture", default=ARCHITECTURES[0], help=f"{' or '.join(ARCHITECTURES)} (default: the first)")
+    parser.add_argument(
+        "--architecture", default=ARCHITECTURES[0], help=f"{' or '.join(ARCHITECTURES)} (default: the first)"
+    )
     parser.add_argument("--layers", default="1", metavar="N", help="decoder layers; those behind the first add nothing")
 
 
@@ -32,7 +34,8 @@ def main(args: argparse.Namespace) -> int:
     path = export(args.folder, prompt, architecture=args.architecture, layers=int(args.layers))
     print(path)
     print(
-        f"serve it: vllm serve {path} --kv-cache-dtype fp8 --max-model-len {MAX_PROMPT}; it continues {path / 'prompt.txt'}",
+        f"serve it: vllm serve {path} --kv-cache-dtype fp8 --max-model-len {MAX_PROMPT}; "
+        f"it continues {path / 'prompt.txt'}",
         file=sys.stderr,
     )
     return 0
@@ -46,7 +49,9 @@ def read_prompt(name: str) -> bytes:
     return check_prompt(path.read_bytes())
 
 
-def export(folder, prompt: bytes, *, architecture: str = ARCHITECTURES[0], layers: int = 1, num_heads: int = 16) -> Path:
+def export(
+    folder, prompt: bytes, *, architecture: str = ARCHITECTURES[0], layers: int = 1, num_heads: int = 16
+) -> Path:
     """Save the reciter of `prompt` to `folder`, which must not exist; whole or not at all. Returns the folder.
 
     The weights depend on the prompt's length alone: the checkpoint recites any text of that many bytes.
@@ -64,7 +69,8 @@ def export(folder, prompt: bytes, *, architecture: str = ARCHITECTURES[0], layer
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise UsageError(f"DIR is {str(folder)!r}, which cannot be made ({error.strerror}); allowed: a writable place") from error
+        why = f"DIR is {str(folder)!r}, which cannot be made ({error.strerror}); allowed: a writable place"
+        raise UsageError(why) from error
     try:
         _write(scratch, model, prompt, architecture)
         scratch.chmod(0o755)
@@ -99,7 +105,7 @@ def config(model: Reciter, architecture: str) -> dict:
 
 
 def byte_letters() -> list[str]:
-    """For each byte the letter that byte-level tokenizers write for it: itself where printable, else one from U+0100 on.
+    """For each byte the letter that byte-level tokenizers write: itself where printable, else one from U+0100 on.
 
     The rule is GPT-2's, and the `tokenizers` library's ByteLevel has it built in.
     """

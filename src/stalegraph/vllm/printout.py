@@ -1,4 +1,4 @@
-"""The report of a reproduction for people: verdicts, the text with wrong bytes marked, addresses then and now, versions."""
+"""The report of a reproduction for people: verdicts, the text with wrong bytes marked, addresses then and now."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def print_report(report: dict, runs: list[Run], out) -> None:
         if run.addresses:
             line()
             line(f"{run.mode}, batch {run.batch}: where the graph reads, and where the last step's metadata was built")
-            rows = [(field, hex(then), hex(now), "same" if then == now else "moved") for field, (then, now) in run.addresses.items()]
+            pairs = run.addresses.items()
+            rows = [(field, hex(then), hex(now), "same" if then == now else "moved") for field, (then, now) in pairs]
             line(tabulate(rows, headers=["field", "at capture", "now", ""], disable_numparse=True))
     line()
     line(f"{report['verdict']} (exit {report['exit_code']})")
@@ -63,7 +64,7 @@ def letter(token: int) -> str:
 
 
 def marked(said: list[int], want: list[int], color: bool = False) -> str:
-    """The first bytes of a text over lines of WIDTH; a caret under each wrong one, an underscore under each missing one.
+    """The first bytes of a text over lines of WIDTH; a caret under each wrong one, an underscore under a missing one.
 
     >>> print(marked(list(b"abxd"), list(b"abcd")))
       abxd

@@ -81,7 +81,7 @@ class Release:
 
 
 def release_of(version: str) -> Release | None:
-    """The release called `version` ("0.15.0", "0.15.0+cu129"), or None outside of the map and for builds from a checkout.
+    """The release called `version` ("0.15.0", "0.15.0+cu129"); None outside of the map and for builds from a checkout.
 
     >>> release_of("0.18.0").affected, release_of("0.19.0").affected, release_of("0.12.0")
     (True, False, None)
@@ -121,7 +121,7 @@ def span() -> str:
 
 
 def builder_source_verdict(source: str) -> str:
-    """"affected", "copies" or "unknown": whether `_build_decode` of this source uses its persistent buffers.
+    """ "affected", "copies" or "unknown": whether `_build_decode` of this source uses its persistent buffers.
 
     Read with `ast`, so an import is never needed and a comment never counts; a source that does not parse is "unknown".
     """

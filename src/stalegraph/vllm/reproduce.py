@@ -1,4 +1,4 @@
-"""`stalegraph reproduce` and `repro/reproduce.py`: vLLM #33638 on a rung, with an exit code that `git bisect run` takes.
+"""`stalegraph reproduce` and `repro/reproduce.py`: vLLM #33638 on a rung, with the exit codes of `git bisect run`.
 
 Exit 0 right, 1 wrong, 125 cannot tell, 2 usage; under --bisect usage and whatever else went wrong is 125 too.
 """
@@ -38,6 +38,7 @@ BUILDERS = ("regressed", "copying", "inplace", "ingraph")
 CHOICES = {"eager": ("eager",), "full": ("full",), "default": ("default",)}
 CHOICES |= {"NONE": CHOICES["eager"], "FULL_DECODE_ONLY": CHOICES["full"], "all": engine.GRAPH_MODES}
 CHOICES["eager+full"] = ("eager", "full")
+MODES_HELP = f"{', '.join(CHOICES)} (default: all; eager+full under --bisect)"
 FP8 = ("fp8", "fp8_e4m3")
 MAX_BATCH = 256
 TOKENS = {"sim": 64, "flashmla": 250, "vllm": 250}
@@ -45,24 +46,26 @@ TOKENS = {"sim": 64, "flashmla": 250, "vllm": 250}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rung", default="sim", help=f"what runs the kernels: {', '.join(RUNGS)} (default: sim)")
-    parser.add_argument("--builder", help=f"{', '.join(engine.BUILDERS)} (default: installed on rung vllm, else regressed)")
+    parser.add_argument(
+        "--builder", help=f"{', '.join(engine.BUILDERS)} (default: installed on rung vllm, else regressed)"
+    )
     parser.add_argument("--builder-file", metavar="PATH", help="a Python file with a builder class, on rung sim")
-    parser.add_argument("--model", default="reciter", help="the reciter (default), or an MLA model's folder or name (rung vllm)")
-    parser.add_argument("--architecture", default=ARCHITECTURES[0], help=f"of the reciter: {' or '.join(ARCHITECTURES)}")
-    parser.add_argument("--cudagraph-mode", default=None, metavar="MODE", help=f"{', '.join(CHOICES)} (default: all; eager+full under --bisect)")
+    parser.add_argument("--model", default="reciter", help="the reciter (default), or an MLA model (rung vllm)")
+    parser.add_argument("--architecture", default=ARCHITECTURES[0], help=f"of the reciter: {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--cudagraph-mode", default=None, metavar="MODE", help=MODES_HELP)
     parser.add_argument("--batch", default="1", metavar="N", help="requests at a time, or a comma list: 1,3,5,8")
     parser.add_argument("--tokens", metavar="N", help="new tokens a request (default: 64 on rung sim, else 250)")
     parser.add_argument("--prompt-file", metavar="F", help=f"text to recite, 1 to {MAX_PROMPT:,} bytes")
     parser.add_argument("--runner", help="vLLM's model runner: v1 or v2 (default: what the release takes)")
     parser.add_argument("--kv-cache-dtype", default="fp8", help="fp8 or fp8_e4m3; the bug needs an FP8 cache")
-    parser.add_argument("--life", default="taken", help=f"what becomes of captured metadata on sim: {', '.join(decode.LIVES)}")
+    parser.add_argument("--life", default="taken", help=f"of captured metadata, on sim: {', '.join(decode.LIVES)}")
     parser.add_argument("--pad-block", default="-1", help="what padded block-table rows hold: -1 (to 0.19.1) or 0")
     parser.add_argument("--sm-count", help="SMs of the simulated GPU (default: 132)")
     parser.add_argument("--flashmla-lib", metavar="PATH", help="FlashMLA's library, where no vLLM is installed")
     parser.add_argument("--timeout", default="600", metavar="S", help="seconds an engine may take (default: 600)")
     parser.add_argument("--jobs", default="1", metavar="N", help="engines started at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--bisect", action="store_true", help="for `git bisect run`: usage errors and surprises are 125")
+    parser.add_argument("--bisect", action="store_true", help="for `git bisect run`: usage errors are 125 too")
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def check(args: argparse.Namespace) -> Request:
     modes = CHOICES[_choice("cudagraph-mode", mode, CHOICES)]
     if rung != "vllm" and "default" in modes:
         if mode == "default":
-            raise UsageError(f"cudagraph-mode is 'default' on rung {rung}; allowed: eager, full (default is vLLM's own)")
+            raise UsageError(f"cudagraph-mode is 'default' on rung {rung}; allowed: eager, full (default needs vLLM)")
         modes = CHOICES["eager+full"]
     batches = tuple(_number("batch", one, 1, MAX_BATCH) for one in str(args.batch).split(","))
     model, prompt, recites = _model(args)
@@ -203,14 +206,15 @@ def check(args: argparse.Namespace) -> Request:
 
 
 def _model(args) -> tuple[str | None, bytes, bool]:
-    """(folder or name, prompt, whether it recites); a folder's config is read so that a model without MLA is refused."""
+    """(folder or name, prompt, whether it recites); a folder's config is read, and a model without MLA refused."""
     given = read_prompt(args.prompt_file) if args.prompt_file else None
     if args.model == "reciter":
         return None, PROMPT if given is None else given, True
     folder = Path(args.model).expanduser()
     if not folder.exists():
         if folder.is_absolute() or args.model.startswith((".", "~")) or args.model.count("/") != 1:
-            raise UsageError(f"model is {args.model!r}, which does not exist; allowed: reciter, a checkpoint folder, or a hub name")
+            allowed = "reciter, a checkpoint folder, or a hub name"
+            raise UsageError(f"model is {args.model!r}, which does not exist; allowed: {allowed}")
         return args.model, given or PROMPT, False
     if not (folder / "config.json").is_file():
         raise UsageError(f"model is {args.model!r}, which holds no config.json; allowed: a checkpoint folder")
@@ -219,12 +223,14 @@ def _model(args) -> tuple[str | None, bytes, bool]:
     except ValueError as error:
         raise UsageError(f"model is {args.model!r}, whose config.json is no JSON: {error}") from error
     if not config.get("kv_lora_rank"):
-        raise UsageError(f"model is {args.model!r}, a {config.get('model_type')} without MLA; allowed: one with kv_lora_rank")
+        kind = config.get("model_type")
+        raise UsageError(f"model is {args.model!r}, a {kind} without MLA; allowed: one with kv_lora_rank")
     text = folder / "prompt.txt"
     if text.is_file() and config.get("vocab_size") == VOCAB:  # one that `stalegraph export` wrote
         own = check_prompt(text.read_bytes())
         if given is not None and len(given) != len(own):
-            raise UsageError(f"prompt-file has {len(given)} bytes; allowed: {len(own)}, which {args.model!r} was made for")
+            made_for = f"{len(own)}, which {args.model!r} was made for"
+            raise UsageError(f"prompt-file has {len(given)} bytes; allowed: {made_for}")
         return str(folder), own if given is None else given, True
     limit = config.get("max_position_embeddings")
     prompt = given or PROMPT
@@ -260,7 +266,8 @@ def builder_of(path: str):
     own = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__]
     kind = getattr(module, "BUILDER", None) or (own[0] if len(own) == 1 else None)
     if kind is None or not callable(getattr(kind, "build", None)):
-        raise UsageError(f"builder-file is {path!r} with {len(own)} classes; allowed: one with a build method, or BUILDER")
+        allowed = "one with a build method, or BUILDER"
+        raise UsageError(f"builder-file is {path!r} with {len(own)} classes; allowed: {allowed}")
     if not hasattr(kind, "name"):
         kind.name = kind.__name__
     return kind

@@ -21,7 +21,7 @@ AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Told:
-    """One batch of one engine. `text` is the first request's; `moves` are (step, field, address), only where it changed."""
+    """One batch of one engine. `text` is the first request's; `moves` are (step, field, address) where one changed."""
 
     mode: str
     builder: str
@@ -108,14 +108,16 @@ def live(prompt: bytes, builders, batches, tokens: int) -> Story:
         model = str(export(Path(scratch, "reciter"), prompt))
         wanted = [("eager", "installed"), *(("full", builder) for builder in builders)]
         settings = [
-            engine.Settings(model, prompt, mode, builder, tuple(batches), tokens) for mode, builder in dict.fromkeys(wanted)
+            engine.Settings(model, prompt, mode, builder, tuple(batches), tokens)
+            for mode, builder in dict.fromkeys(wanted)
         ]
         turns = engine.Turns(scratch, min(AT_ONCE, len(settings)))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             ends = list(pool.map(lambda one: engine.start(one, turns=turns), settings))
     told = [_of_run(run, one.builder) for one, end in zip(settings, ends) for run in runs_of(one, *end)]
     machine = next((end[0]["engine"] for end in ends if end[0] and end[0]["engine"]), {})
-    caption = f"run now on {machine.get('device')}, vLLM {release}, torch {machine.get('torch')}, driver {machine.get('driver')}"
+    device, driver, torch = (machine.get(name) for name in ("device", "driver", "torch"))
+    caption = f"run now on {device}, driver {driver}, torch {torch}, vLLM {release}"
     return Story(told, caption, release, True, prompt)
 
 

@@ -1,6 +1,6 @@
-"""A stand-in for vLLM where there is none: no model and no GPU, but the builder, its plugins, and graphs that bake addresses.
+"""A stand-in for vLLM: no model and no GPU, but the builder, its plugins, and graphs that bake addresses.
 
-A replay says the right token where the graph's baked addresses are those of this step's metadata, and a wrong one elsewhere.
+A replay says the right token where the graph's baked addresses are those of this step's metadata, else a wrong one.
 Two padded rows that hold -1 are an illegal access as soon as the schedule is right (#33664).
 """
 
@@ -52,7 +52,9 @@ class LLM:
         load_general_plugins()
         for step in os.environ.get("STUB_VLLM_FAILS", "").split(","):
             if step == "memory":
-                raise ValueError("Free memory on device (1.0/139.8 GiB) on startup is less than desired GPU memory utilization")
+                raise ValueError(
+                    "Free memory on device (1.0/139.8 GiB) on startup is less than desired GPU memory utilization"
+                )
             if step == "killed":
                 os.kill(os.getpid(), 9)
             if step == "import":
@@ -82,6 +84,9 @@ class LLM:
             )
         )
 
+    def get_tokenizer(self):
+        return SimpleNamespace(encode=lambda text: list(text.encode()))
+
     def build(self, rows):
         return self.builder._build_decode(
             block_table_tensor=self.block_table[:rows], seq_lens_device=self.seq_lens[:rows], num_decode_tokens=rows
@@ -98,6 +103,8 @@ class LLM:
     def generate(self, prompts, sampling_params=None, use_tqdm=True):
         prompts = [prompt["prompt_token_ids"] for prompt in prompts]
         batch, said = len(prompts), [[] for _ in prompts]
+        self.asked = getattr(self, "asked", 0) + 1
+        drift = self.asked - 1 if "drift" in os.environ.get("STUB_VLLM_FAILS", "") else 0  # answers differ each time
         rows = next((size for size in sorted(self.graphs) if size >= batch), batch)
         fill = -1 if self.flashmla.PADS_WITH_MINUS_ONE else 0
         for step in range(sampling_params.max_tokens):
@@ -117,5 +124,5 @@ class LLM:
                 self.forward(decode)
             for request, prompt in enumerate(prompts):
                 token = prompt[step % len(prompt)]
-                said[request].append(token if right else (token + 1) % self.vocabulary)
+                said[request].append((token + drift + (not right)) % self.vocabulary)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one)]) for one in said]
