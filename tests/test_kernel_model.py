@@ -1,4 +1,4 @@
-"""The scheduling kernel without a GPU: its model, and its CUDA source itself run thread by thread, against the reference."""
+"""The scheduling kernel without a GPU: its model, and its CUDA source run thread by thread, against the reference."""
 
 import ctypes
 import random
@@ -86,7 +86,7 @@ def test_a_wrong_overhead_is_noticed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Compiles the kernel for the CPU, with replacements in its source; returns a function (lengths, parts, capacity)."""
+    """Compiles the kernel for the CPU, with replacements in its source; returns plan(lengths, parts, capacity)."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the kernel for the CPU with")
 
@@ -110,7 +110,8 @@ def compiled(tmp_path_factory):
                 ctypes.c_void_p(seq_lens.data_ptr()), batch, parts, ctypes.c_void_p(rows.data_ptr()),
                 ctypes.c_void_p(num_splits.data_ptr()), capacity, table(batch),
                 ctypes.c_void_p(0 if block_table is None else block_table.data_ptr()),
-                0 if block_table is None else block_table.stride(0), 1 if batch <= 256 else 4, launch.block_threads(batch),
+                0 if block_table is None else block_table.stride(0), 1 if batch <= launch.ONE_EACH else 4,
+                launch.block_threads(batch, parts),
             )  # fmt: skip
             assert rc == 0, "threads that should meet do not"
             assert num_splits[-1] == -77 and rows[-1].eq(-77).all()  # nothing is written behind the buffers
@@ -158,10 +159,10 @@ def test_the_cuda_source_makes_the_page_before_an_empty_row_safe(compiled):
         ("end_block ? end_request : end_request - 1", "end_request"),
         ("__ballot_sync(ALL, left > OVERHEAD)", "__ballot_sync(ALL, left >= OVERHEAD)"),
         ("part.start + budget > part.reach", "true"),
-        ("behind &= !lead;", ""),
+        ("same = leads ?", "same = false ?"),
         ("part.request += over;", ""),
         ("; since; since--", "; since; since = 0"),
-        ("jump ? JUMP : 1", "1"),
+        ("jumps ? JUMP : 1", "1"),
     ],
 )
 def test_a_change_to_the_cuda_source_is_noticed(compiled, change):

@@ -1,4 +1,4 @@
-// Runs one block of schedule.cu on the CPU: every CUDA thread is a coroutine, and every warp or block operation waits until
+// Runs one block of schedule.cu on the CPU: every CUDA thread is a coroutine, and a warp or block operation waits until
 // all threads of the warp or block have reached it. `kernel.inc` is the kernel's source, with its shared array named.
 #include <algorithm>
 #include <cstdlib>
@@ -38,6 +38,7 @@ static bool __any_sync(Word, bool value) { return meet(AT_WARP, BALLOT, value) !
 static Word __syncthreads_count(bool value) { return meet(AT_BLOCK, COUNT, value); }
 static void __syncthreads() { meet(AT_BLOCK, COUNT, 0); }
 static void __syncwarp() { meet(AT_WARP, BALLOT, 0); }
+static void atomicMin(Word* where, Word value) { *where = min(*where, value); }
 static Word __popc(Word value) { return __builtin_popcount(value); }
 static int __clz(Word value) { return value ? __builtin_clz(value) : 32; }
 
@@ -45,10 +46,16 @@ static int __clz(Word value) { return value ? __builtin_clz(value) : 32; }
 #define __global__
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(threads)
 #include "kernel.inc"
 
-static struct { const int* seq_lens; Word batch, parts, capacity, table, row_stride, each; int4* rows; int *num_splits, *block_table; } call;
+static struct {
+    const int* seq_lens;
+    Word batch, parts, capacity, table, row_stride, each;
+    int4* rows;
+    int *num_splits, *block_table;
+} call;
 
 static void thread_body() {
     auto kernel = call.each == 1 ? schedule_1 : schedule_4;

@@ -1,8 +1,8 @@
 """`stalegraph bench --gpu`: what each builder costs on this GPU, for the host and for the GPU, all in one run.
 
-Per heads, batch and context: host time of a plan and of a whole build, GPU time of scheduling inside a graph with an empty
-kernel as the floor, one whole decode step (build, replay, wait), allocations and bytes per build. The ways to build take
-turns within each round, so that a drift of the clock hits all alike; shown are medians, kept are deciles too.
+Per heads, batch and context: host time of a plan and of a whole build, GPU time of scheduling inside a graph with an
+empty kernel as the floor, one whole decode step (build, replay, wait), allocations and bytes per build. The ways to
+build take turns within each round, so that a drifting clock hits all alike; shown are medians, kept are deciles too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHES, CONTEXTS, HEADS = (1, 4, 32, 128, 256, 512, 1024), (1024, 8192, 65536),
 QUICK_BATCHES, QUICK_CONTEXTS, QUICK_HEADS = (1, 32, 512), (8192,), (16,)
 MAX_BATCH = 1024
 LARGEST_BATCHES = (2048, 4096)  # scheduling only
-POOL_PAGES = 16384  # 604 MB of KV cache, ten times the L2, shared by all requests: 1,024 x 64 k tokens of their own are 38 GB
+POOL_PAGES = 16384  # 604 MB of KV cache, ten times the L2, shared by all requests: 1,024 of 64 k tokens take 38 GB
 LAUNCHES = 32  # scheduling launches a graph
 ROUNDS = 15
 BUILDS = 20  # builds timed together, few enough for the launch queue
@@ -38,7 +38,7 @@ EMPTY = 'extern "C" __global__ void empty() {}'
 
 
 class OldCopyingBuilder(CopyingBuilder):
-    """vLLM 0.14.1 and before, ahead of the refactoring: as #35175, and the tail of num_splits filled with its last value."""
+    """vLLM 0.14.1 and before, ahead of the refactoring: as #35175, and num_splits' tail filled with its last value."""
 
     name = "copying_0_14"
 
@@ -84,7 +84,7 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def take_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, float]]:
-    """`spread` of each way's microseconds over `rounds` rounds in which all ways take their turn, forwards and backwards."""
+    """`spread` of each way's microseconds over `rounds` rounds in which all take their turn, forwards and backwards."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for _ in range(rounds):
@@ -95,7 +95,7 @@ def take_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, d
 
 
 def lengths(batch: int, context: int, device) -> torch.Tensor:
-    """seq_lens (batch,) int32 between 3/4 of `context` and `context` tokens, the same in every run; the longest is first."""
+    """seq_lens (batch,) int32 between 3/4 of `context` and `context` tokens, the same in every run, longest first."""
     draw = torch.Generator().manual_seed(batch * 131 + context)
     drawn = context - torch.randint(0, max(context // 4, 1), (batch,), generator=draw, dtype=torch.int32)
     drawn[0] = context
@@ -147,7 +147,7 @@ def host_time(work: Callable[[], object], calls: int = BUILDS) -> Callable[[], f
 
 
 def step_time(build: Callable[[], object], graph: torch.cuda.CUDAGraph) -> Callable[[], float]:
-    """Microseconds from the start of a build to the end of the replay on the GPU: a step whose token the host waits for."""
+    """Microseconds from the start of a build to the end of the replay on the GPU: a step whose token is awaited."""
 
     def measure() -> float:
         torch.cuda.synchronize()
@@ -201,7 +201,7 @@ class Attention:
         self.device = device
         draw = torch.Generator(device=device).manual_seed(1)
         shape = (POOL_PAGES, schedule.BLOCK_SIZE, 1, 576)
-        bits = torch.randint(0, 64, shape, generator=draw, device=device, dtype=torch.uint8)  # finite, small, positive e4m3
+        bits = torch.randint(0, 64, shape, generator=draw, device=device, dtype=torch.uint8)  # e4m3 from 0 to 1.9
         self.k_cache = bits.view(torch.float8_e4m3fn)
         self.one = torch.ones(1, device=device)
         self.draw = draw
@@ -224,8 +224,8 @@ class Attention:
 def steps(builders: dict[str, Builder], seq_lens, attention: Attention, heads: int, context: int, rounds: int) -> dict:
     """Microseconds of a whole step per builder, and of the attention alone on the GPU.
 
-    Capture-time metadata stay alive and lengths stay as they are, so that the regressed builder's step is as long as the
-    others' and reads nothing stale: this measures cost, not the bug.
+    Capture-time metadata stay alive and lengths stay as they are, so that the regressed builder's step is as long as
+    the others' and reads nothing stale: this measures cost, not the bug.
     """
     q, block_table = attention.query(seq_lens.shape[0], heads), attention.pages(seq_lens.shape[0], context)
     graphs, builds, held = {}, {}, []
@@ -283,7 +283,7 @@ def _median(row: dict, what: str, name: str) -> float:
 
 
 def summary(data: dict) -> list[dict]:
-    """The worst case of every claim over all rows: what, worst value, its limit, whether it holds, and where it was worst."""
+    """The worst case of every claim over all rows: what, worst value, its limit, whether it holds, and where."""
     rows, scheduled = data["rows"], data["rows"] + data["largest"]
     claims = [
         ("GPU time of scheduling, ours over FlashMLA's", 0.3, rows,
@@ -304,9 +304,8 @@ def summary(data: dict) -> list[dict]:
     for what, limit, over, value in claims:
         worst = max(over, key=value)
         where = f"batch {worst['batch']}, context {worst['context']}, {worst['heads']} heads"
-        found.append(
-            {"claim": what, "worst": round(value(worst), 3), "limit": limit, "holds": value(worst) <= limit, "where": where}
-        )
+        holds = value(worst) <= limit
+        found.append({"claim": what, "worst": round(value(worst), 3), "limit": limit, "holds": holds, "where": where})
     return found
 
 
@@ -329,13 +328,6 @@ def table(data: dict) -> str:
         lines.append(f"batch {row['batch']}, context {row['context']}: scheduling on the GPU {found}")
     lines.append(tabulate(summary(data), headers="keys"))
     return "\n".join(lines)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", action="store_true", help="measure every builder on this machine's GPU")
-    parser.add_argument("--quick", action="store_true", help="three batches, one context, 16 heads")
-    parser.add_argument("--json", metavar="FILE", help="write the measurements, with their provenance, to FILE")
-    parser.add_argument("--flashmla-lib", metavar="PATH", help="FlashMLA's library; default: the installed vLLM's")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def _bindings():
 
 
 def done(result, what: str):
-    """The values of a cuda-bindings call that succeeded; raises StalegraphError, naming `what`, for one that did not."""
+    """The values of a cuda-bindings call that succeeded; raises StalegraphError, naming `what`, for one that failed."""
     status, *values = result
     if int(status) != 0:
         raise StalegraphError(f"{what} failed: {status.name}")
@@ -39,14 +39,14 @@ def done(result, what: str):
 
 
 def compile_cubin(source: str, arch: str) -> bytes:
-    """`source` compiled for `arch` ("sm_90"); raises StalegraphError with the compiler's log where it does not compile."""
+    """`source` compiled for `arch` ("sm_90"); raises StalegraphError with the compiler's log where it cannot be."""
     _, nvrtc = _bindings()
     try:
         program = done(nvrtc.nvrtcCreateProgram(source.encode(), b"schedule.cu", 0, [], []), "nvrtcCreateProgram")
     except (RuntimeError, OSError) as error:  # the bindings load libnvrtc at their first call
         if isinstance(error, StalegraphError):
             raise
-        raise RungUnavailable(f"the scheduling kernel needs NVRTC, which PyTorch's CUDA wheels bring: {error}") from error
+        raise RungUnavailable(f"the kernel needs NVRTC, which PyTorch's CUDA wheels bring: {error}") from error
     options = [option.encode() for option in (f"--gpu-architecture={arch}", *OPTIONS)]
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -63,7 +63,7 @@ def compile_cubin(source: str, arch: str) -> bytes:
 
 
 def cached_cubin(source: str, arch: str) -> bytes:
-    """As `compile_cubin`, from the cache where the same source was compiled before by the same NVRTC with the same options.
+    """As `compile_cubin`, from the cache where the same NVRTC compiled the same source with the same options before.
 
     A cache that cannot be read or written costs a compilation and nothing else.
     """
@@ -99,7 +99,7 @@ def load(source: str, arch: str, names: tuple[str, ...]) -> list:
     status, module = driver.cuModuleLoadData(cached_cubin(source, arch))
     if int(status) != 0:  # a damaged cache: compile again
         module = done(driver.cuModuleLoadData(compile_cubin(source, arch)), "cuModuleLoadData")
-    functions = [done(driver.cuModuleGetFunction(module, name.encode()), f"cuModuleGetFunction({name})") for name in names]
+    functions = [done(driver.cuModuleGetFunction(module, n.encode()), f"cuModuleGetFunction({n})") for n in names]
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_BINARY_VERSION
     for function in functions:  # asking forces the lazy loader, which must not start within a capture
         done(driver.cuFuncGetAttribute(attribute, function), "cuFuncGetAttribute")

@@ -19,9 +19,10 @@ LOWEST_CAPABILITY = (8, 0)  # the kernel reduces over a warp in one instruction
 SOURCE = Path(__file__).with_name("schedule.cu")
 WORD = 4  # bytes
 _INT32, _WIDTH, _MAX_BATCH = torch.int32, schedule.METADATA_WIDTH, schedule.MAX_BATCH
-# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 2,000 tokens fit; for few requests it
-# does not pay.
-TABLE_A_REQUEST, FEWEST_TABLED, LARGEST_TABLE = 64, 5, 64 << 10
+# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 2,000 tokens fit; for few requests
+# it does not pay.
+TABLE_A_REQUEST, FEWEST_TABLED, LARGEST_TABLE = 64, 5, 160 << 10
+ONE_EACH = 256  # the largest batch of which a thread takes one request, not four
 STATIC_SHARED = 1 << 10  # bytes that the kernel declares itself
 
 _kernels: dict[int, _Kernel] = {}  # by device index
@@ -32,9 +33,9 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 
 
 class _Arguments(threading.local):
-    """The kernel's arguments packed in one buffer, and the array of pointers into it, one a thread: launching copies them.
+    """The kernel's arguments packed in one buffer, and an array of pointers into it, one a thread: launching copies.
 
-    In order: seq_lens, batch, num_sm_parts, rows, num_splits, its capacity, bytes of the table, block_table, its row stride.
+    In order: seq_lens, batch, num_sm_parts, rows, num_splits, its capacity, table's bytes, block_table, its stride.
     """
 
     LAYOUT = struct.Struct("@PIIPPIIPI")
@@ -53,18 +54,25 @@ class _Kernel:
 
     def __init__(self, index: int):
         capability = torch.cuda.get_device_capability(index)
+        arch = f"{capability[0]}{capability[1]}"
         if capability < LOWEST_CAPABILITY:
-            raise RungUnavailable(f"the scheduling kernel needs sm_80 or later; device {index} is sm_{capability[0]}{capability[1]}")
+            raise RungUnavailable(f"the scheduling kernel needs sm_80 or later; device {index} is sm_{arch}")
         with torch.cuda.device(index):
             torch.cuda.current_stream(index)  # makes sure that PyTorch's context exists and is current
-            self.one_each, self.four_each = load(
-                SOURCE.read_text(), f"sm_{capability[0]}{capability[1]}", ("schedule_1", "schedule_4")
-            )
+            self.one_each, self.four_each = load(SOURCE.read_text(), f"sm_{arch}", ("schedule_1", "schedule_4"))
             self.largest_table = allow_shared_memory((self.one_each, self.four_each), index)
         from cuda.bindings import driver
 
         self.launch = driver.cuLaunchKernel
-        self.index = index
+        self.shapes: dict[tuple[int, int], tuple] = {}
+
+    def shape(self, batch: int, parts: int) -> tuple:
+        """(function, threads, bytes of shared memory, of which table) of a launch, kept for the next one alike."""
+        table = min(table_bytes(batch), self.largest_table)
+        function = self.one_each if batch <= ONE_EACH else self.four_each
+        found = function, block_threads(batch, parts), shared_bytes(batch, parts, table), table
+        self.shapes[batch, parts] = found
+        return found
 
 
 def allow_shared_memory(functions, index: int) -> int:
@@ -111,7 +119,7 @@ def _kernel(index: int) -> _Kernel:
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                "the scheduling kernel is not compiled yet; call stalegraph.kernels.ensure_compiled(device) before capture"
+                "the scheduling kernel is not compiled yet; call stalegraph.kernels.ensure_compiled() before a capture"
             )
         with _kernels_lock:
             found = _kernels.get(index) or _Kernel(index)
@@ -128,7 +136,7 @@ def _check_buffer(name: str, tensor, like: torch.Tensor, dims: int) -> None:
     if tensor.dtype != torch.int32 or tensor.dim() != dims:
         raise UsageError(f"{name} is {tensor.dtype} of {tensor.dim()} dims; allowed: torch.int32 of {dims}")
     if not tensor.is_contiguous():
-        raise UsageError(f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}; allowed: contiguous")
+        raise UsageError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; allowed: contiguous")
 
 
 def check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts) -> tuple[int, int, int]:
@@ -145,19 +153,22 @@ def check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
         raise UsageError(f"num_sm_parts is {parts!r}; allowed: an integer from 1 to {MAX_PARTS}")
     if columns != schedule.METADATA_WIDTH or rows < parts:
         raise UsageError(
-            f"tile_scheduler_metadata has shape {(rows, columns)}; allowed: at least {parts} rows of {schedule.METADATA_WIDTH}"
+            f"tile_scheduler_metadata has shape {(rows, columns)}; allowed: at least {parts} rows "
+            f"of {schedule.METADATA_WIDTH}"
         )
     if tile_scheduler_metadata.data_ptr() % 16:
         raise UsageError(
-            f"tile_scheduler_metadata starts at {tile_scheduler_metadata.data_ptr():#x}; allowed: a multiple of 16 bytes"
+            f"tile_scheduler_metadata is at {tile_scheduler_metadata.data_ptr():#x}; allowed: a multiple of 16 bytes"
         )
     if capacity <= batch:
         raise UsageError(f"num_splits has {capacity} entries; allowed: at least {batch + 1}, the batch and one")
     return batch, parts, capacity
 
 
-def block_threads(batch: int) -> int:
-    """How many threads the one block has."""
+def block_threads(batch: int, parts: int) -> int:
+    """How many threads the one block has: one a part or a request where they are few, else one for four requests."""
+    if batch <= 32:
+        return min(-(-parts // 32) * 32, 256)
     return 256 if batch <= 1024 else 1024
 
 
@@ -175,11 +186,11 @@ def schedule_into(
     block_table: torch.Tensor | None = None,
     check: bool = False,
 ) -> None:
-    """FlashMLA's schedule of `seq_lens` (batch,) int32, written into the given buffers by one kernel on the current stream.
+    """FlashMLA's schedule of `seq_lens` (batch,) int32, into the given buffers: one kernel on the current stream.
 
-    tile_scheduler_metadata (at least num_sm_parts, 8) and num_splits (at least batch + 1,) int32, contiguous, on the same
-    device. `num_sm_parts` defaults to the rows given. The rows' three unused columns become 0 (FlashMLA leaves them), and
-    num_splits behind batch + 1 repeats its last sum. Batch 1 to 4096, all requests together below 2^30 blocks.
+    tile_scheduler_metadata (at least num_sm_parts, 8) and num_splits (at least batch + 1,) int32, contiguous, on the
+    same device. `num_sm_parts` defaults to the rows given. The rows' three unused columns become 0 (FlashMLA leaves
+    them), and num_splits behind batch + 1 repeats its last sum. Batch 1 to 4096, all together below 2^30 blocks.
 
     With `block_table` (at least batch, width) int32, rows contiguous, the entry in memory before the row of each empty
     request becomes 0 where it is negative: the attention kernel loads that page (vLLM #33664).
@@ -213,7 +224,8 @@ def schedule_into(
         batch, parts, capacity = check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
     if check:
         _check_lengths(seq_lens)
-    table = min(table_bytes(batch), kernel.largest_table)
+    shape = (batch, parts)
+    function, threads, shared, table = kernel.shapes.get(shape) or kernel.shape(*shape)
     pages = stride = 0
     if block_table is not None:
         _check_block_table(block_table, seq_lens)
@@ -223,18 +235,11 @@ def schedule_into(
         seq_lens.data_ptr(), batch, parts, address, num_splits.data_ptr(), capacity, table, pages, stride
     )  # fmt: skip
     if index == _current_device():
-        _launch(kernel, batch, parts, table, arguments.address)
+        (status,) = kernel.launch(function, 1, 1, 1, threads, 1, 1, shared, _raw_stream(index), arguments.address, 0)
     else:
         with torch.cuda.device(index):
-            _launch(kernel, batch, parts, table, arguments.address)
-
-
-def _launch(kernel: _Kernel, batch: int, parts: int, table: int, arguments: int) -> None:
-    (status,) = kernel.launch(
-        kernel.one_each if batch <= 256 else kernel.four_each,
-        1, 1, 1, block_threads(batch), 1, 1,
-        shared_bytes(batch, parts, table), _raw_stream(kernel.index), arguments, 0,
-    )  # fmt: skip
+            stream = _raw_stream(index)
+            (status,) = kernel.launch(function, 1, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
     if status:
         raise StalegraphError(f"launching the scheduling kernel failed: {status.name}")
 
@@ -242,12 +247,12 @@ def _launch(kernel: _Kernel, batch: int, parts: int, table: int, arguments: int)
 def _check_block_table(block_table, seq_lens: torch.Tensor) -> None:
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.get_device() != seq_lens.get_device():
         raise UsageError(
-            f"block_table is {block_table.dtype} of {block_table.dim()} dims on {block_table.device}; allowed: torch.int32 of 2 "
-            f"on {seq_lens.device}"
+            f"block_table is {block_table.dtype} of {block_table.dim()} dims on {block_table.device}; allowed: "
+            f"torch.int32 of 2 on {seq_lens.device}"
         )
     if block_table.size(0) < seq_lens.size(0) or block_table.stride(1) != 1:
         raise UsageError(
-            f"block_table has shape {tuple(block_table.shape)} and strides {tuple(block_table.stride())}; allowed: at least "
+            f"block_table has shape {tuple(block_table.shape)} and strides {block_table.stride()}; allowed: at least "
             f"{seq_lens.size(0)} rows, each contiguous"
         )
 

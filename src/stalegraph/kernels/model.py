@@ -1,9 +1,9 @@
-"""The scheduling kernel's algorithm in Python, step for step: what schedule.cu does, to be read and tested without a GPU.
+"""What schedule.cu does, step for step in Python, to be read and tested without a GPU.
 
-All requests lie end to end on one axis, each as long as it costs: its KV blocks plus 5. A part that begins at `s` reaches
-to `s + budget`; with `start` the last request start at or before that, the next part begins at max(start, reach - 5). So
-the reach moves on by `stride` = budget - 5 from part to part, and by what is lost where a request begins less than 5 before
-it. Names and order are those of schedule.cu.
+All requests lie end to end on one axis, each as long as it costs: its KV blocks plus 5. A part that begins at `s`
+reaches to `s + budget`; with `start` the last request start at or before that, the next part begins at
+max(start, reach - 5). So the reach moves on by `stride` = budget - 5 from part to part, and by what is lost where a
+request begins less than 5 before it. Names and order are those of schedule.cu.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def starts(lengths: list[int]) -> np.ndarray:
 
 
 def lost_blocks(first: np.ndarray, reach: np.ndarray) -> np.ndarray:
-    """What a part loses that reaches to `reach`: 5 less the distance to the last request start, where that is less than 5."""
+    """What parts lose that reach so far: 5 less its distance to the last request start, where that is below 5."""
     left = reach - first[np.searchsorted(first, reach, side="right") - 1]
     return np.maximum(FIXED_OVERHEAD_BLOCKS - left, 0)
 
@@ -69,7 +69,7 @@ def tabled(first: np.ndarray, parts: int, stride: int) -> bool:
 
 
 def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[int]], list[int]]:
-    """(tile_scheduler_metadata, num_splits) as lists; `method` is walk or leap, by default the one the kernel would take.
+    """(tile_scheduler_metadata, num_splits) as lists; `method` is walk or leap, by default the one the kernel takes.
 
     >>> plan([1], 2)
     ([[0, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]], [0, 1])
@@ -87,7 +87,8 @@ def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[
     inside = [False, *(left > FIXED_OVERHEAD_BLOCKS).tolist()]
     leads = [True, *(first[ends] + budget > reach).tolist()]  # the first cut in its request, or before it
 
-    rows, num_splits, count, same = [], [0], 0, 0  # cuts inside any request so far; and of those, in the part's own
+    rows, num_splits = [], [0]
+    count = same = 0  # cuts inside any request so far; of those, in the part's own
     for part in range(num_sm_parts):
         count += inside[part]
         same = inside[part] if leads[part] else same + inside[part]
