@@ -30,11 +30,7 @@ def main(argv: list[str]) -> int:
         prog="reproduce.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     reproduce.add_arguments(parser)
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as error:
-        return CANNOT_TELL if error.code and "--bisect" in argv else error.code or 0
-    return reproduce.main(args)
+    return reproduce.main(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

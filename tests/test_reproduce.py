@@ -188,6 +188,13 @@ def test_the_script_and_the_command_line_agree(tmp_path):
         assert done.returncode == code, done.stderr
 
 
+@pytest.mark.parametrize("words, code", [(["--nonsense"], 2), (["--bisect", "--nonsense"], 125), (["--tokens"], 2)])
+def test_the_stalegraph_command_refuses_what_it_does_not_know(words, code, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli(["reproduce", *words])
+    assert ended.value.code == code and "reproduce" in capsys.readouterr().err
+
+
 def test_the_stalegraph_command(capsys):
     assert cli(["reproduce", "--tokens", "3"]) == 1
     assert "the bug is reproduced" in capsys.readouterr().out

@@ -44,7 +44,9 @@ def plan(version: str) -> list[tuple[str, str | None, str, str]]:
         full = ("installed", "buffers-only", "hotfix", *FIXES)
         found = [(V2, "v1", "eager", "installed"), *((V2, "v1", "full", builder) for builder in full)]
         found += [(V2, "v1", "default", "installed"), (V2, "v1", "default", "hotfix")]
-        found += [(V3, "v1", "eager", "installed"), (V3, "v1", "full", "installed"), (V3, "v1", "full", "hotfix")]
+        for architecture, runner in ((V3, "v1"), (V2, "v2")):
+            found += [(architecture, runner, "eager", "installed")]
+            found += [(architecture, runner, "full", builder) for builder in ("installed", "hotfix")]
         return found
     full = ("installed", "regressed", *FIXES)
     found = []
@@ -158,6 +160,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=8, help="engines started side by side (default: 8)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one engine (default: 240)")
     parser.add_argument("--limit", type=int, default=None, help="only this many engines, for a trial")
+    parser.add_argument(
+        "--runner", choices=engine.RUNNERS, help="only engines with this runner, recorded as engine-RUNNER"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -169,9 +174,10 @@ def main(args: argparse.Namespace) -> int:
     version = installed_version()
     if version is None:
         raise UsageError("vLLM is not installed; the records are of an installed vLLM")
-    chosen = plan(version)[: args.limit]
+    chosen = [one for one in plan(version) if args.runner in (None, one[1])][: args.limit]
     began = time.monotonic()
-    command = f"python -m stalegraph.vllm.evidence --out repro/recorded/h200/vllm-{version}"
+    options = f" --runner {args.runner}" if args.runner else ""
+    command = f"python -m stalegraph.vllm.evidence --out repro/recorded/h200/vllm-{version}{options}"
     with tempfile.TemporaryDirectory(prefix="stalegraph-evidence-") as scratch:
         folders = {name: str(export(Path(scratch, name), PROMPT, architecture=name)) for name in ARCHITECTURES}
         engines = []
@@ -182,7 +188,9 @@ def main(args: argparse.Namespace) -> int:
                 engines = list(pool.map(lambda one: record_engine(one, folders, turns, args.timeout), chosen))
                 source = provenance(command)
                 data = {"prompt": PROMPT.decode(), "tokens": TOKENS, "texts_are": "hex of bytes", "jobs": args.jobs}
-                write(args.out, "engine", data | {"engines": engines}, source)
+                write(
+                    args.out, f"engine-{args.runner}" if args.runner else "engine", data | {"engines": engines}, source
+                )
             others = {"serve": lambda: record_serve(folders[V2], args.timeout), "issue": record_issue}
             jobs = {name: pool.submit(take) for name, take in others.items() if name in items}
             for name, job in jobs.items():

@@ -6,7 +6,7 @@ import os
 
 from tabulate import tabulate
 
-from stalegraph.vllm.verdict import WRONG, CRASHED, Run
+from stalegraph.vllm.verdict import CRASHED, WRONG, Run
 
 WIDTH = 72  # bytes a line
 LINES = 2

@@ -66,6 +66,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", default="1", metavar="N", help="engines started at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--bisect", action="store_true", help="for `git bisect run`: usage errors are 125 too")
+    _refuse_as_bisect_wants(parser)
+
+
+def _refuse_as_bisect_wants(parser: argparse.ArgumentParser) -> None:
+    """Let this parser, also under another one, refuse what it does not know itself: 125 under --bisect, else 2."""
+    parse = parser.parse_known_args
+
+    def strict(args=None, namespace=None):
+        words = sys.argv[1:] if args is None else list(args)
+        code = EXIT_UNKNOWN if "--bisect" in words else EXIT_USAGE
+
+        def error(message):
+            parser.print_usage(sys.stderr)
+            parser.exit(code, f"{parser.prog}: {message}\n")
+
+        parser.error = error
+        found, rest = parse(words, namespace)
+        if rest:
+            error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    parser.parse_known_args = strict
 
 
 @dataclass(frozen=True)
@@ -422,7 +444,7 @@ USAGE = (
     ("is not a valid model identifier", "model does not exist: "),
     ("Repository Not Found", "model does not exist: "),
     ("longer than the maximum model length", "prompt-file is too long: "),
-    ("does not support", "not supported: "),
+    ("is not valid for this configuration", "not supported: "),
 )
 
 
