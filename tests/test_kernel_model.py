@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stalegraph import schedule
+from stalegraph.errors import UsageError
 from stalegraph.kernels import MAX_PARTS, launch, model
 
 HERE = Path(__file__).parent / "kernel_on_cpu"
@@ -169,3 +170,31 @@ def test_a_change_to_the_cuda_source_is_noticed(compiled, change):
     plan, draw = compiled(change), random.Random(8)
     cases = [random_lengths(draw) for _ in range(40)] + [[5000, 0, 70, 900]]
     assert any(plan(lengths, 132) != reference(lengths, 132) for lengths in cases)
+
+
+def test_tensors_on_the_cpu_and_a_missing_gpu_are_refused():
+    buffers = torch.zeros((132, 8), dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    with pytest.raises(UsageError, match="seq_lens is on cpu; allowed: a CUDA device"):
+        launch.schedule_into(torch.ones(8, dtype=torch.int32), *buffers)
+    with pytest.raises(UsageError, match="seq_lens is a list"):
+        launch.schedule_into([1, 2], *buffers)
+    with pytest.raises(UsageError, match="device is cpu|needs a CUDA device"):
+        launch.ensure_compiled("cpu")
+
+
+def test_the_packed_arguments_are_found_through_their_pointers():
+    arguments = launch._Arguments()
+    arguments.pack(*range(1, 10))
+    pointers = (ctypes.c_void_p * 9).from_address(arguments.address)
+    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers] == list(range(1, 10))
+    assert all(pointers[which] % 8 == 0 for which in (0, 3, 4, 7))  # those to 8-byte values
+
+
+def test_shared_memory_of_every_launch_fits_a_hopper_block():
+    for batch in (1, 4, 5, 256, 257, 1024, 1025, 2560, schedule.MAX_BATCH):
+        assert launch.table_bytes(batch) % 16 == 0
+        threads = launch.block_threads(batch, MAX_PARTS)
+        assert threads % 32 == 0 and threads <= 1024
+        assert batch <= threads * (1 if batch <= launch.ONE_EACH else 4)
+        nbytes = launch.shared_bytes(batch, MAX_PARTS, launch.table_bytes(batch)) + launch.STATIC_SHARED
+        assert nbytes <= 227 << 10  # sm_90: 227 KB a block

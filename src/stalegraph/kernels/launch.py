@@ -19,7 +19,7 @@ LOWEST_CAPABILITY = (8, 0)  # the kernel reduces over a warp in one instruction
 SOURCE = Path(__file__).with_name("schedule.cu")
 WORD = 4  # bytes
 _INT32, _WIDTH, _MAX_BATCH = torch.int32, schedule.METADATA_WIDTH, schedule.MAX_BATCH
-# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 2,000 tokens fit; for few requests
+# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 3,000 tokens fit; for few requests
 # it does not pay.
 TABLE_A_REQUEST, FEWEST_TABLED, LARGEST_TABLE = 64, 5, 160 << 10
 ONE_EACH = 256  # the largest batch of which a thread takes one request, not four
@@ -245,6 +245,8 @@ def schedule_into(
 
 
 def _check_block_table(block_table, seq_lens: torch.Tensor) -> None:
+    if not isinstance(block_table, torch.Tensor):
+        raise UsageError(f"block_table is a {type(block_table).__name__}; allowed: a torch.Tensor")
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.get_device() != seq_lens.get_device():
         raise UsageError(
             f"block_table is {block_table.dtype} of {block_table.dim()} dims on {block_table.device}; allowed: "
