@@ -25,7 +25,7 @@ FIELDS = ("seq_lens", "block_table", "tile_scheduler_metadata", "num_splits")
 
 @dataclass
 class DecodeMetadata:
-    """What a decode step's attention is given: seq_lens (batch,), block_table (batch, width), and the schedule; all int32."""
+    """What a decode step's attention is given, int32: seq_lens (batch,), block_table (batch, width), the schedule."""
 
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -36,8 +36,9 @@ class DecodeMetadata:
 class Builder:
     """What the builders share: sizes, checks, and padded rows made safe.
 
-    `sanitize_padding` clamps block-table entries to 0 or more, in place: a padded row (seq_len 0) makes the kernel load the
-    last entry of the row before, and -1 there is a page before the cache (vLLM #33664).
+    `sanitize_padding` clamps block-table entries to 0 or more, in place: a padded row (seq_len 0) makes the kernel load
+    the last entry of the row before, and -1 there is a page before the cache (vLLM #33664). A builder is asked for the
+    metadata of the padded batch, as by vLLM's V1 runner, so that num_splits covers padded rows too.
     """
 
     name = "builder"
@@ -60,7 +61,9 @@ class Builder:
     def allocate_buffers(self) -> None:
         """Persistent buffers, where the builder has any."""
 
-    def build(self, seq_lens: torch.Tensor, block_table: torch.Tensor, max_seq_len: int | None = None) -> DecodeMetadata:
+    def build(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, max_seq_len: int | None = None
+    ) -> DecodeMetadata:
         """The metadata of a step for seq_lens (batch,) and block_table (batch, width), int32, both persistent.
 
         `max_seq_len` is the host's own bound on seq_lens, in tokens; nothing is read back from the device.
@@ -86,6 +89,8 @@ class Builder:
             raise UsageError(f"seq_lens has batch {batch}; allowed: 1 to max_batch {self.max_batch}")
         if block_table.shape[0] != batch:
             raise UsageError(f"block_table has {block_table.shape[0]} rows; allowed: {batch}, one a request")
+        if block_table.shape[1] > self.max_blocks:
+            raise UsageError(f"block_table is {block_table.shape[1]} blocks wide; allowed: max_blocks {self.max_blocks}")
         tokens = block_table.shape[1] * schedule.BLOCK_SIZE
         if max_seq_len is not None and max_seq_len > tokens:
             raise UsageError(f"max_seq_len is {max_seq_len}; allowed: at most {tokens}, what block_table's rows hold")
@@ -119,31 +124,43 @@ class CopyingBuilder(Builder):
 
 
 class InPlaceBuilder(CopyingBuilder):
-    """One kernel writes the schedule straight into the persistent buffers: no allocation, no copy."""
+    """One kernel writes the schedule straight into the persistent buffers and makes padded rows safe: no copy."""
 
     name = "inplace"
 
-    def plan(self, seq_lens):
-        ops.schedule_into(seq_lens, self.metadata, self.num_splits, num_q_tokens_per_head_k=self.num_heads)
-        return self.metadata, self.num_splits[: seq_lens.shape[0] + 1]
+    def build(self, seq_lens, block_table, max_seq_len=None):
+        self.check(seq_lens, block_table, max_seq_len)
+        return DecodeMetadata(seq_lens, block_table, *self.plan(seq_lens, block_table))
+
+    def plan(self, seq_lens, block_table=None):
+        table = block_table if self.sanitize_padding else None
+        ops.schedule_into(
+            seq_lens, self.metadata, self.num_splits, num_sm_parts=self.num_sm_parts, block_table=table
+        )  # fmt: skip
+        return self.metadata, self.splits_of(seq_lens.shape[0])
+
+    def splits_of(self, batch: int) -> torch.Tensor:
+        """The head of num_splits that a batch reads, one view a batch size for good."""
+        if batch not in self.views:
+            self.views[batch] = self.num_splits[: batch + 1]
+        return self.views[batch]
+
+    def allocate_buffers(self):
+        super().allocate_buffers()
+        self.views: dict[int, torch.Tensor] = {}
 
 
 class InGraphBuilder(InPlaceBuilder):
-    """The scheduling kernel is captured at the head of the graph, so each replay plans anew and the host does nothing.
-
-    Padded rows are made safe inside the graph too.
-    """
+    """The same kernel captured at the head of the graph, so each replay plans anew and the host does nothing."""
 
     name = "ingraph"
 
     def build(self, seq_lens, block_table, max_seq_len=None):
         self.check(seq_lens, block_table, max_seq_len)
-        return DecodeMetadata(seq_lens, block_table, self.metadata, self.num_splits[: seq_lens.shape[0] + 1])
+        return DecodeMetadata(seq_lens, block_table, self.metadata, self.splits_of(seq_lens.shape[0]))
 
     def head(self, metadata):
-        if self.sanitize_padding:
-            metadata.block_table.clamp_(min=0)
-        self.plan(metadata.seq_lens)
+        self.plan(metadata.seq_lens, metadata.block_table)
 
 
 BUILDERS = {kind.name: kind for kind in (RegressedBuilder, CopyingBuilder, InPlaceBuilder, InGraphBuilder)}
@@ -162,4 +179,5 @@ def builder_diff(before: str = "regressed", after: str = "copying") -> str:
     for name in (before, after):
         source = inspect.getsource(BUILDERS[name].plan)
         sources.append(inspect.cleandoc("\n" + source).splitlines(keepends=True))
-    return "".join(difflib.unified_diff(*[[line.rstrip("\n") + "\n" for line in one] for one in sources], before, after, n=3))
+    lines = [[line.rstrip("\n") + "\n" for line in one] for one in sources]
+    return "".join(difflib.unified_diff(*lines, before, after, n=3))

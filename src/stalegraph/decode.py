@@ -1,8 +1,8 @@
 """The decode loop: prefill, one graph captured per batch size, one replay per token; the same code on sim and CUDA.
 
-As vLLM does it: persistent input buffers, metadata built outside the capture from seq_lens of 1, the forward pass captured,
-batches padded up to a captured size with rows of seq_len 0. What differs between runs is the builder, and what becomes of the
-metadata that the capture saw.
+As vLLM does it: persistent input buffers, metadata built outside the capture from seq_lens of 1, the forward pass
+captured, batches padded up to a captured size with rows of seq_len 0. What differs between runs is the builder, and
+what becomes of the metadata that the capture saw.
 """
 
 from __future__ import annotations
@@ -220,9 +220,14 @@ class Engine:
         self.put(self.slots, [first + position for first in start])
 
 
-def _check(builder, prompt, batch, tokens, mode, life, capture_sizes, pad_block):
+def _counts(value, low: int, high: int) -> bool:
+    """Whether `value` is an integer from `low` to `high`, both included; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check(builder, prompt, batch, tokens, mode, life, capture_sizes, pad_block, sanitize_padding, theft_step):
     check_prompt(prompt)
-    if not isinstance(tokens, int) or not 1 <= tokens <= MAX_POSITIONS - len(prompt):
+    if not _counts(tokens, 1, MAX_POSITIONS - len(prompt)):
         raise UsageError(f"tokens is {tokens!r}; allowed: 1 to {MAX_POSITIONS - len(prompt)} after {len(prompt)} bytes")
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
@@ -230,11 +235,18 @@ def _check(builder, prompt, batch, tokens, mode, life, capture_sizes, pad_block)
         raise UsageError(f"life is {life!r}; allowed: {', '.join(LIVES)}")
     if pad_block not in (-1, 0):
         raise UsageError(f"pad_block is {pad_block!r}; allowed: -1 (vLLM through 0.19.1) or 0 (from 0.20.0)")
-    if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+    if not _counts(batch, 1, MAX_BATCH):
         raise UsageError(f"batch is {batch!r}; allowed: 1 to {MAX_BATCH}")
     if not isinstance(builder, str) and not callable(builder):
         raise UsageError(f"builder is {builder!r}; allowed: a name or a class")
-    sizes = sorted(capture_sizes)
+    if sanitize_padding not in (None, True, False):
+        raise UsageError(f"sanitize_padding is {sanitize_padding!r}; allowed: True, False, None (builder's own)")
+    if theft_step is not None and not _counts(theft_step, 0, tokens - 1):
+        raise UsageError(f"theft_step is {theft_step!r}; allowed: 0 to {tokens - 1}, a step of this run")
+    iterable = isinstance(capture_sizes, (tuple, list))
+    if not iterable or not capture_sizes or not all(_counts(size, 1, MAX_BATCH) for size in capture_sizes):
+        raise UsageError(f"capture_sizes is {capture_sizes!r}; allowed: a tuple of batch sizes from 1 to {MAX_BATCH}")
+    sizes = sorted(set(capture_sizes))
     while sizes[-1] < batch:
         sizes.append(sizes[-1] * 2)
     return tuple(sizes)
@@ -258,12 +270,15 @@ def run(
     """Recite `tokens` bytes after `prompt` for `batch` requests on an entered device, and record what happened.
 
     `builder` is a name of `builders.BUILDERS` or a class with Builder's constructor. `life` says what becomes of the
-    metadata that captures saw: "kept" (alive, so replays obey the plan for length 1), "taken" (freed, its blocks taken by
-    other tensors at once), or "lucky" (freed, and each step's fresh metadata lands on it until `theft_step`, by default
-    a third of the way, when other tensors take the blocks). Sizes beyond the largest capture size are doubled up to.
-    A crash of the device ends the run and is recorded in `failure`; bad input raises UsageError.
+    metadata that captures saw: "kept" (alive, so replays obey the plan for length 1: each request's first block and no
+    other), "taken" (freed, its blocks taken by other tensors at once), or "lucky" (freed, and each step's fresh
+    metadata lands on it until `theft_step`, by default a third of the way, when other tensors take the blocks). Sizes
+    beyond the largest capture size are doubled up to. A crash of the device ends the run and is recorded in `failure`;
+    bad input raises UsageError.
     """
-    sizes = _check(builder, prompt, batch, tokens, mode, life, capture_sizes, pad_block)
+    sizes = _check(
+        builder, prompt, batch, tokens, mode, life, capture_sizes, pad_block, sanitize_padding, theft_step
+    )  # fmt: skip
     theft_step = max(1, tokens // 3) if theft_step is None else theft_step
     engine = Engine(device, builder, bytes(prompt), batch, tokens, num_heads, sizes, pad_block, sanitize_padding)
     size = engine.padded if mode == "graph" else batch
@@ -329,7 +344,8 @@ def _decode(engine, record, size, life, theft_step) -> None:
             record.schedule_obeyed = _plan_at(device, captured, record.schedule_captured)
             lens = [len(engine.prompts[0]) + step] * engine.batch + [0] * (size - engine.batch)
             rows, splits = schedule.plan(lens, engine.builder.num_sm_parts)
-            record.schedule_needed = {"seq_lens": lens, "tile_scheduler_metadata": rows.tolist(), "num_splits": splits.tolist()}
+            needed = {"tile_scheduler_metadata": rows.tolist(), "num_splits": splits.tolist()}
+            record.schedule_needed = {"seq_lens": lens} | needed
 
 
 def _plan_at(device, captured, shape) -> dict | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from stalegraph import schedule
+from stalegraph import kernels, schedule
 from stalegraph.attention import HEAD_DIM_V, accumulator_shapes, mla_decode_fp8_into
 from stalegraph.errors import UsageError
 from stalegraph.simulator import current_device
@@ -19,7 +19,8 @@ DEFAULT_SM_COUNT = 132  # H100 and H200, used on CPU tensors outside a simulated
 _library = torch.library.Library("stalegraph", "DEF")
 _library.define("get_mla_metadata_dense_fp8(Tensor seq_lens, int num_sm_parts) -> (Tensor, Tensor)")
 _library.define(
-    "schedule_into(Tensor seq_lens, Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, int num_sm_parts) -> ()"
+    "schedule_into(Tensor seq_lens, Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, int num_sm_parts, "
+    "Tensor(c!)? block_table=None) -> ()"
 )
 _library.define(
     "fwd_kvcache_mla_fp8(Tensor q, Tensor k_cache, Tensor block_table, Tensor seq_lens, Tensor tile_scheduler_metadata, "
@@ -34,11 +35,15 @@ def _metadata_cpu(seq_lens, num_sm_parts):
 
 
 @torch.library.impl(_library, "schedule_into", "CPU")
-def _schedule_into_cpu(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts):
+def _schedule_into_cpu(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts, block_table=None):
     metadata, splits = schedule.plan(seq_lens, num_sm_parts)
     tile_scheduler_metadata[:num_sm_parts] = metadata
     num_splits[: len(splits)] = splits
     num_splits[len(splits) :] = splits[-1]
+    if block_table is not None:
+        # The entry that lies before the row of an empty request is what the attention kernel loads a page by.
+        empty = (seq_lens[1:] == 0).nonzero()[:, 0]
+        block_table[empty, -1] = block_table[empty, -1].clamp(min=0)
 
 
 @torch.library.impl(_library, "fwd_kvcache_mla_fp8", "CPU")
@@ -83,29 +88,34 @@ def schedule_into(
     tile_scheduler_metadata: torch.Tensor,
     num_splits: torch.Tensor,
     *,
-    num_q_tokens_per_head_k: int,
+    num_q_tokens_per_head_k: int | None = None,
     num_heads_k: int = 1,
+    num_sm_parts: int | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> None:
     """Schedule `seq_lens` (batch,) int32 into the caller's buffers: one launch, no allocation, no copy.
 
     tile_scheduler_metadata (at least parts, 8) and num_splits (at least batch + 1,), both int32 and contiguous; entries of
     num_splits behind batch + 1 get its last value, so that a graph captured for a larger batch sees empty requests.
+    The parts follow from `num_q_tokens_per_head_k` and the device, unless `num_sm_parts` is given. With `block_table`
+    (batch, width) int32, the entry before the row of each empty request becomes 0 where it is negative (vLLM #33664).
     """
-    parts = schedule.num_sm_parts(sm_count(seq_lens), num_q_tokens_per_head_k, num_heads_k)
+    if num_sm_parts is None:
+        if num_q_tokens_per_head_k is None:
+            raise UsageError("num_sm_parts and num_q_tokens_per_head_k are both None; allowed: one of them given")
+        num_sm_parts = schedule.num_sm_parts(sm_count(seq_lens), num_q_tokens_per_head_k, num_heads_k)
     if seq_lens.is_cuda:
-        from stalegraph import kernels  # compiles on first use, and needs cuda-bindings
-
-        kernels.schedule_into(seq_lens, tile_scheduler_metadata, num_splits, parts)
+        kernels.schedule_into(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts, block_table=block_table)
         return
     for name, tensor, rows, what in (
-        ("tile_scheduler_metadata", tile_scheduler_metadata, parts, "rows, one a part"),
+        ("tile_scheduler_metadata", tile_scheduler_metadata, num_sm_parts, "rows, one a part"),
         ("num_splits", num_splits, seq_lens.shape[0] + 1, "entries, the batch and one"),
     ):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise UsageError(f"{name} is {tensor.dtype} with strides {tensor.stride()}; allowed: contiguous torch.int32")
         if tensor.shape[0] < rows:
             raise UsageError(f"{name} has {tensor.shape[0]} rows; allowed: at least {rows} {what}")
-    torch.ops.stalegraph.schedule_into(seq_lens, tile_scheduler_metadata, num_splits, parts)
+    torch.ops.stalegraph.schedule_into(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts, block_table)
 
 
 def flash_mla_with_kvcache_fp8(

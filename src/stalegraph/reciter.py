@@ -1,8 +1,8 @@
-"""A model whose right answer is known: it repeats its prompt of L bytes for ever, through MLA attention and nothing else.
+"""A model whose right answer is known: it repeats its prompt of L bytes for ever, through MLA attention alone.
 
-One DeepSeek-V2 layer whose weights are computed, not trained. Keys carry only position, so that a query at position m looks at
-m - (L - 1); values carry the byte found there. If attention reads wrong keys, or a schedule leaves some out, the text is
-wrong. Shapes are those that FlashMLA's FP8 dense decode needs.
+One DeepSeek-V2 layer whose weights are computed, not trained. Keys carry only position, so that a query at position m
+looks at m - (L - 1); values carry the byte found there. If attention reads wrong keys, or a schedule leaves some out,
+the text is wrong. Shapes are those that FlashMLA's FP8 dense decode needs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def expected(prompt: bytes, tokens: int) -> bytes:
 
 
 def rotations(prompt: bytes, batch: int) -> list[bytes]:
-    """One prompt a request: the text begun at evenly spread places, so that no two requests say the same byte by plan."""
+    """One prompt a request: the text begun at evenly spread places, so that requests say different bytes at a step."""
     starts = [request * len(prompt) // batch for request in range(batch)]
     return [prompt[start:] + prompt[:start] for start in starts]
 
@@ -102,7 +102,7 @@ class Reciter:
     def __init__(self, prompt_length: int, num_heads: int = 16, *, layers: int = 1, dtype=torch.bfloat16, device="cpu"):
         if not isinstance(prompt_length, int) or not 1 <= prompt_length <= MAX_PROMPT:
             raise UsageError(f"prompt_length is {prompt_length!r}; allowed: 1 to {MAX_PROMPT} bytes")
-        if num_heads not in HEADS:
+        if not isinstance(num_heads, int) or num_heads not in HEADS:
             raise UsageError(f"num_heads is {num_heads!r}; allowed: {', '.join(map(str, HEADS))}")
         if not isinstance(layers, int) or layers < 1:
             raise UsageError(f"layers is {layers!r}; allowed: an integer of at least 1")
