@@ -261,6 +261,20 @@ def test_the_recorded_affected_release_shows_all_that_it_must():
     assert alone[3].accuracy == 1 and alone[5].verdict == "crashed" and "illegal memory access" in alone[5].why
 
 
+def test_the_recorded_v2_runner_has_the_bug_and_the_cure():
+    found = by_kind("0.15.0")
+    v2 = ("DeepseekV2ForCausalLM", "v2")
+    assert all(one.accuracy < 0.2 for one in found[(*v2, "full", "installed")].values())
+    for mode, builder in (("eager", "installed"), ("full", "hotfix")):
+        assert all(one.accuracy == 1 for one in found[(*v2, mode, builder)].values())
+
+
+@pytest.mark.parametrize("release, code", [("0.15.0", 1), ("0.20.2", 0)])
+def test_the_recorded_issue_script(release, code):
+    path = Path(__file__).parents[1] / "repro" / "recorded" / "h200" / f"vllm-{release}" / "issue.json"
+    assert json.loads(path.read_text())["data"]["exit_code"] == code
+
+
 def test_the_recorded_fixed_release_shows_all_that_it_must():
     """vLLM 0.20.2, both runners, both architectures, on an H200."""
     found = by_kind("0.20.2")

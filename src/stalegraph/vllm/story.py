@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stalegraph.errors import UsageError
 from stalegraph.reciter import expected
-from stalegraph.recorded import load
+from stalegraph.recorded import available, load
 from stalegraph.vllm import engine
 from stalegraph.vllm.affected import installed_version
 from stalegraph.vllm.export import export
@@ -58,6 +58,13 @@ class Story:
     live: bool
     prompt: bytes
 
+    def summary(self) -> list[tuple[tuple, float, float]]:
+        """For each (architecture, runner, graphs, builder) its worst and best batch's accuracy, in order of telling."""
+        kinds: dict[tuple, list] = {}
+        for one in self.told:
+            kinds.setdefault((one.architecture, one.runner, one.mode, one.builder), []).append(one.accuracy)
+        return [(kind, *_span(values)) for kind, values in kinds.items()]
+
     def find(self, mode: str, builder: str, batch: int) -> Told:
         """One batch of one engine; an affected release's own builder is also called "regressed"."""
         names = {builder}
@@ -70,11 +77,19 @@ class Story:
         raise UsageError(f"mode, builder, batch are {(mode, builder, batch)}; allowed: {', '.join(map(str, there))}")
 
 
+def _span(values) -> tuple[float, float]:
+    """(least, largest) accuracy, a crash counted as nothing right."""
+    numbers = [value or 0.0 for value in values]
+    return min(numbers), max(numbers)
+
+
 def recorded(release: str, where: str = "h200") -> Story:
-    """The story in `repro/recorded/h200/vllm-RELEASE/engine.json`."""
+    """The story in `repro/recorded/h200/vllm-RELEASE`: engine.json, and engine-v2.json where there is one."""
     record = load(f"{where}/vllm-{release}/engine")
-    prompt, told = record.data["prompt"].encode(), []
-    for one in record.data["engines"]:
+    prompt, told, engines = record.data["prompt"].encode(), [], list(record.data["engines"])
+    if available(f"{where}/vllm-{release}/engine-v2"):
+        engines += load(f"{where}/vllm-{release}/engine-v2").data["engines"]
+    for one in engines:
         for batch in one["batches"]:
             texts = [bytes.fromhex(text) for text in batch["texts"]]
             told.append(
