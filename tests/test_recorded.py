@@ -21,7 +21,7 @@ from stalegraph.recorded import Provenance, allocator, available, decode, load, 
 from stalegraph.recorded.store import write
 from stalegraph.simulator import Device
 
-RECORDS = ("metadata", "decode", "allocator", "leak", "padding", "text")
+RECORDS = ("metadata", "decode", "allocator", "leak", "padding", "text", "pointers")
 RELATIVE = 2e-2  # the kernel rounds the softmax weights to e4m3, which the oracle does not
 
 
