@@ -105,3 +105,16 @@ def test_unknown_builder_and_sizes(device):
         made("fancy", device)
     with pytest.raises(UsageError, match="max_batch is 5000; allowed: 1 to 4096"):
         make_builder("copying", num_heads=16, max_batch=5000, max_blocks=1, sm_count=132, device="cpu")
+
+
+def test_the_tensors_of_the_step_before_are_not_checked_again_but_others_are(device):
+    builder = made("ingraph", device)
+    lens, table = ints(300, 5), torch.ones(2, 6, dtype=torch.int32)
+    first = builder.build(lens, table, 300)
+    assert builder.build(lens, table, 384) is first
+    with pytest.raises(UsageError, match="max_seq_len is 385"):
+        builder.build(lens, table, 385)
+    with pytest.raises(UsageError, match="batch 9"):
+        builder.build(ints(*[1] * 9), table, 300)
+    other = builder.build(ints(7, 7), table, 300)
+    assert other is not first and other.num_splits.data_ptr() == first.num_splits.data_ptr()

@@ -56,6 +56,7 @@ class Builder:
         self.num_sm_parts = schedule.num_sm_parts(sm_count, num_heads)
         self.device = device
         self.sanitize_padding = self.safe_padding if sanitize_padding is None else sanitize_padding
+        self.checked: tuple = (None, None, 0)  # the tensors last found sound, and how many tokens their rows hold
         self.allocate_buffers()
 
     def allocate_buffers(self) -> None:
@@ -81,6 +82,14 @@ class Builder:
         """Runs inside the captured step, before attention."""
 
     def check(self, seq_lens, block_table, max_seq_len) -> None:
+        """Refuse tensors that do not fit; the very tensors of the step before have been looked at already."""
+        if seq_lens is not self.checked[0] or block_table is not self.checked[1]:
+            self.checked = seq_lens, block_table, self.check_tensors(seq_lens, block_table)
+        tokens = self.checked[2]
+        if max_seq_len is not None and max_seq_len > tokens:
+            raise UsageError(f"max_seq_len is {max_seq_len}; allowed: at most {tokens}, what block_table's rows hold")
+
+    def check_tensors(self, seq_lens, block_table) -> int:
         for name, tensor, dim in (("seq_lens", seq_lens, 1), ("block_table", block_table, 2)):
             if tensor.dtype != torch.int32 or tensor.dim() != dim:
                 raise UsageError(f"{name} is {tensor.dtype} of {tensor.dim()} dims; allowed: torch.int32 of {dim}")
@@ -91,9 +100,7 @@ class Builder:
             raise UsageError(f"block_table has {block_table.shape[0]} rows; allowed: {batch}, one a request")
         if block_table.shape[1] > self.max_blocks:
             raise UsageError(f"block_table is {block_table.shape[1]} blocks wide; allowed: max_blocks {self.max_blocks}")
-        tokens = block_table.shape[1] * schedule.BLOCK_SIZE
-        if max_seq_len is not None and max_seq_len > tokens:
-            raise UsageError(f"max_seq_len is {max_seq_len}; allowed: at most {tokens}, what block_table's rows hold")
+        return block_table.shape[1] * schedule.BLOCK_SIZE
 
 
 class RegressedBuilder(Builder):
@@ -157,7 +164,13 @@ class InGraphBuilder(InPlaceBuilder):
 
     def build(self, seq_lens, block_table, max_seq_len=None):
         self.check(seq_lens, block_table, max_seq_len)
-        return DecodeMetadata(seq_lens, block_table, self.metadata, self.splits_of(seq_lens.shape[0]))
+        if seq_lens is not self.last.seq_lens or block_table is not self.last.block_table:
+            self.last = DecodeMetadata(seq_lens, block_table, self.metadata, self.splits_of(seq_lens.shape[0]))
+        return self.last
+
+    def allocate_buffers(self):
+        super().allocate_buffers()
+        self.last = DecodeMetadata(None, None, None, None)
 
     def head(self, metadata):
         self.plan(metadata.seq_lens, metadata.block_table)

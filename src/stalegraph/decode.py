@@ -129,6 +129,7 @@ class Engine:
         )  # fmt: skip
         self.builder = make_builder(builder, **sizes) if isinstance(builder, str) else builder(**sizes)
         self.graphs = {}
+        self.views: dict[int, tuple] = {}  # seq_lens and block_table of each captured size, the same tensors every step
         self.captured_addresses: dict[int, dict[str, int]] = {}
         self.captured_plan = None
         self.held = []  # what keeps blocks taken
@@ -143,7 +144,9 @@ class Engine:
         self.next_ids[:size].copy_(self.model.logits(hidden, attended).argmax(1))
 
     def build(self, size: int, longest: int):
-        return self.builder.build(self.seq_lens[:size], self.block_table[:size], longest)
+        if size not in self.views:
+            self.views[size] = self.seq_lens[:size], self.block_table[:size]
+        return self.builder.build(*self.views[size], longest)
 
     def capture(self, life: str) -> None:
         """One graph a size, largest first, sharing a pool; the metadata of each capture lives on as `life` says."""
