@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stalegraph import decode
+from stalegraph.builders import BUILDERS
 from stalegraph.errors import UsageError
 from stalegraph.isolate import run_isolated
 from stalegraph.reciter import MAX_PROMPT, check_prompt
@@ -41,15 +42,23 @@ def recite_here(rung: str, sm_count: int | None, flashmla_lib: str | None, promp
         return decode.run(device, prompt=prompt, **options)
 
 
+def may_crash(options: dict) -> bool:
+    """Whether a run may end its process on a GPU: a graph that reads a stale schedule, or padded rows left unsafe."""
+    if options.get("mode", "graph") == "eager":
+        return False
+    builder = options.get("builder", "regressed")
+    return builder not in BUILDERS or builder == "regressed" or options.get("sanitize_padding") is False
+
+
 def recite(
     rung: str = "sim", *, prompt: bytes = PROMPT, sm_count: int | None = None, flashmla_lib: str = "", **options
 ) -> decode.DecodeRun:
-    """`decode.run` on a rung, with its options; on a GPU in a child process, since a stale schedule may end the process.
+    """`decode.run` on a rung, with its options; on a GPU in a child process where a stale schedule may end the process.
 
     What ended a child (a CUDA error, a signal, an assert and how often it was printed) stands in the run's `failure`.
     """
-    if rung == "sim":
-        return recite_here(rung, sm_count, None, prompt, options)
+    if rung == "sim" or not may_crash(options):
+        return recite_here(rung, sm_count if rung == "sim" else None, flashmla_lib or None, prompt, options)
     done = run_isolated(recite_here, rung, None, flashmla_lib or None, prompt, options, timeout=SECONDS)
     if done.ok:
         return done.value
