@@ -5,22 +5,21 @@
 #   make releases     reads builder sources out of vLLM wheels that it downloads, and runs them on the simulator
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
 RUNG ?= sim
 NOTEBOOK_ARGS := --rung $(RUNG) $(if $(PROMPT),--prompt-file "$(PROMPT)") $(if $(ONLY),--only "$(ONLY)") \
 	$(if $(SM_COUNT),--sm-count "$(SM_COUNT)") $(if $(FLASHMLA_LIB),--flashmla-lib "$(FLASHMLA_LIB)")
 
-# On the CPU torch is pinned; with a GPU rung it is left to vLLM.
-ifeq ($(RUNG),sim)
-CONSTRAINTS := -c constraints-cpu.txt
-EXTRAS := notebooks,test
-STAMP := $(VENV)/.installed-cpu
+# On the CPU torch is pinned. A GPU rung has an environment of its own, in which torch is left to vLLM; on a machine with no
+# NVIDIA driver it is not made, and the command itself says what is missing.
+ifeq ($(and $(filter flashmla vllm,$(RUNG)),$(shell command -v nvidia-smi)),)
+VENV := .venv
+INSTALL := -c constraints-cpu.txt -e '.[notebooks,test]'
 else
-CONSTRAINTS :=
-EXTRAS := notebooks,test,gpu,vllm
-STAMP := $(VENV)/.installed-gpu
+VENV := .venv-gpu
+INSTALL := -e '.[notebooks,test,gpu,vllm]'
 endif
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
 .PHONY: walkthrough test releases clean
 walkthrough: $(STAMP)
@@ -36,8 +35,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "stalegraph needs Python 3.10 or newer, this is " + sys.version)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL)
 	@touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build .venv .venv-gpu
