@@ -32,6 +32,21 @@ class Block:
         return self.address + self.size
 
 
+@dataclass(frozen=True)
+class AllocationEvent:
+    """One thing that the caching allocator did during `step`: "alloc", "free", "segment_alloc" or "segment_free".
+
+    `size` in bytes as asked for (segments: as mapped); `label` is the tensor's name, also where it was given later.
+    """
+
+    step: int
+    action: str
+    address: int
+    size: int
+    label: str | None = None
+    pool: tuple[int, int] = DEFAULT_POOL
+
+
 class MemoryMap:
     """The blocks of a device in address order; `find` is logarithmic."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stalegraph.blocks import DEFAULT_POOL, MemoryMap
+from stalegraph.blocks import DEFAULT_POOL, AllocationEvent, MemoryMap
 from stalegraph.cuda.graph import CudaGraph
 from stalegraph.cuda.library import LibraryInfo, missing_device
 from stalegraph.cuda.memory import Memory
@@ -18,18 +18,6 @@ from stalegraph.errors import RungUnavailable, UsageError
 
 HISTORY_LENGTH = 1_000_000  # allocator events kept; the oldest go first
 ACTIONS = {"alloc": "alloc", "free_completed": "free", "segment_alloc": "segment_alloc", "segment_free": "segment_free"}
-
-
-@dataclass(frozen=True)
-class AllocationEvent:
-    """One thing that the caching allocator did during `step`: "alloc", "free", "segment_alloc" or "segment_free"."""
-
-    step: int
-    action: str
-    address: int
-    size: int
-    label: str | None = None
-    pool: tuple[int, int] = DEFAULT_POOL
 
 
 @dataclass(frozen=True)

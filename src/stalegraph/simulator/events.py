@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from stalegraph.blocks import DEFAULT_POOL
+from stalegraph.blocks import AllocationEvent
+
+__all__ = ["AllocationEvent", "Counters", "StaleRead"]
 
 
 @dataclass(frozen=True)
@@ -28,21 +30,6 @@ class Counters:
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
-
-
-@dataclass(frozen=True)
-class AllocationEvent:
-    """One thing that the caching allocator did during `step`: "alloc", "free", "segment_alloc" or "segment_free".
-
-    `size` in bytes as asked for (segments: as mapped); `label` is the tensor's name, also where it was given later.
-    """
-
-    step: int
-    action: str
-    address: int
-    size: int
-    label: str | None = None
-    pool: tuple[int, int] = DEFAULT_POOL
 
 
 @dataclass(frozen=True)
