@@ -1,4 +1,4 @@
-"""The four builders: the bug's few lines, addresses that stay or move, and bad input refused before anything changes."""
+"""The four builders: the bug's few lines, addresses that stay or move, bad input refused before anything changes."""
 
 import pytest
 import torch
@@ -33,7 +33,9 @@ def built(builder, lens, table):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("lens", [(300,), (1, 64, 65), (320, 10, 0, 0), (7,) * 8], ids=["one", "regular", "padded", "largest"])
+@pytest.mark.parametrize(
+    "lens", [(300,), (1, 64, 65), (320, 10, 0, 0), (7,) * 8], ids=["one", "regular", "padded", "largest"]
+)
 def test_every_builder_plans_what_the_reference_plans(device, name, lens):
     table = torch.ones(len(lens), 6, dtype=torch.int32)
     metadata = built(made(name, device), ints(*lens), table)
@@ -52,7 +54,9 @@ def test_addresses_stay_in_all_but_the_regressed(device, name):
     assert (len(seen) == 1) == (name in PERSISTENT)
 
 
-@pytest.mark.parametrize("name,allocations,copies", [("regressed", 2, 0), ("copying", 2, 2), ("inplace", 0, 0), ("ingraph", 0, 0)])
+@pytest.mark.parametrize(
+    "name,allocations,copies", [("regressed", 2, 0), ("copying", 2, 2), ("inplace", 0, 0), ("ingraph", 0, 0)]
+)
 def test_what_a_step_costs_the_host(device, name, allocations, copies):
     builder, lens, table = made(name, device), ints(300, 5), torch.ones(2, 6, dtype=torch.int32)
     before = device.counters.snapshot()
@@ -91,6 +95,7 @@ def test_the_bug_is_a_few_lines():
         (ints(1, 1), torch.zeros(2, 6), None, "block_table is torch.float32"),
         (ints(1, 1), torch.zeros(3, 6, dtype=torch.int32), None, "block_table has 3 rows; allowed: 2"),
         (ints(385, 1), torch.zeros(2, 6, dtype=torch.int32), 385, "max_seq_len is 385; allowed: at most 384"),
+        (ints(1, 1), torch.zeros(2, 7, dtype=torch.int32), None, "block_table is 7 wide; allowed: max_blocks 6"),
     ],
 )
 @pytest.mark.parametrize("name", BUILDERS)

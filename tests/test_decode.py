@@ -1,4 +1,4 @@
-"""The decode loop on the simulated GPU: right where it must be, wrong where the bug is, and why, from its own record."""
+"""The decode loop on the simulated GPU: right where it must be, wrong where the bug is, and why, from its record."""
 
 import json
 
@@ -14,20 +14,38 @@ FIXED = ("copying", "inplace", "ingraph")
 STALE = ["tile_scheduler_metadata", "num_splits"]
 
 
-def test_eager_is_right():
-    run = recite(prompt=ENGLISH, mode="eager")
+@pytest.mark.parametrize("batch,builder", [(1, "regressed"), (3, "regressed"), (2, "ingraph")])
+def test_eager_is_right(batch, builder):
+    run = recite(prompt=ENGLISH, mode="eager", batch=batch, builder=builder)
     assert run.accuracy == 1.0 and run.stale_fields == [] and run.failure is None
 
 
+@pytest.mark.parametrize("batch,padded", [(1, 1), (2, 2), (3, 4), (8, 8)])
 @pytest.mark.parametrize("builder", FIXED)
-def test_fixed_builders_are_right_over_250_bytes(builder):
-    for batch in (1, 3):
-        run = recite(prompt=ENGLISH, builder=builder, batch=batch)
-        assert run.accuracy == 1.0 and run.first_wrong == [None] * batch and run.stale_fields == []
-        assert run.padded_batch == (1 if batch == 1 else 4)
+def test_fixed_builders_are_right_over_250_bytes(builder, batch, padded):
+    run = recite(prompt=ENGLISH, builder=builder, batch=batch)
+    assert run.accuracy == 1.0 and run.first_wrong == [None] * batch and run.stale_fields == []
+    assert run.padded_batch == padded
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("builder,allocations,copies", [("regressed", 2, 5), ("copying", 2, 7), ("ingraph", 0, 5)])
+def test_a_step_costs_the_same_however_many_came_before(builder, allocations, copies):
+    """Time is linear in tokens because work is: each step has one replay and equal launches, copies, allocations.
+
+    Five copies are the step's own: four inputs in, the tokens out.
+    """
+    run = recite(prompt=ENGLISH, builder=builder, batch=2, tokens=60, life="kept")
+    assert len({tuple(cost.values()) for cost in run.step_counters[1:]}) == 1
+    cost = run.step_counters[-1]
+    assert (cost["replays"], cost["allocations"], cost["copies"]) == (1, allocations, copies)
+
+
+def test_a_graph_has_as_many_nodes_for_many_requests_as_for_few():
+    runs = [recite(prompt=PROMPT[:70], builder="copying", batch=batch, tokens=2) for batch in (2, 16)]
+    assert runs[0].nodes == runs[1].nodes > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
 def test_the_regressed_builder_is_wrong_once_its_blocks_are_taken(batch):
     run = recite(prompt=ENGLISH, builder="regressed", batch=batch, life="taken")
     assert run.accuracy < 0.2 and run.stale_fields == STALE
@@ -61,10 +79,10 @@ def test_prompts_of_other_lengths(length):
     assert recite(prompt=prompt, builder="ingraph", batch=2, tokens=6).accuracy == 1.0
 
 
-@pytest.mark.parametrize("batch", [16, 64])
+@pytest.mark.parametrize("batch", [9, 64])
 def test_more_requests_than_the_capture_sizes_hold(batch):
     run = recite(prompt=PROMPT[:70], builder="inplace", batch=batch, tokens=4)
-    assert run.accuracy == 1.0 and run.padded_batch == batch
+    assert run.accuracy == 1.0 and run.padded_batch == max(16, batch)
 
 
 @pytest.mark.parametrize("sm_count,num_heads", [(78, 16), (114, 32), (132, 64), (78, 128)])
@@ -121,6 +139,13 @@ def test_the_record_is_json():
         (dict(tokens=0), "tokens is 0; allowed: 1 to"),
         (dict(pad_block=7), "pad_block is 7; allowed: -1"),
         (dict(num_heads=20), "num_heads is 20"),
+        (dict(batch=True), "batch is True"),
+        (dict(capture_sizes=()), "capture_sizes is \\(\\); allowed: a tuple of batch sizes from 1 to 1024"),
+        (dict(capture_sizes=(0,)), "capture_sizes is \\(0,\\)"),
+        (dict(capture_sizes=4), "capture_sizes is 4"),
+        (dict(theft_step=2), "theft_step is 2; allowed: 0 to 1, a step of this run"),
+        (dict(theft_step=-1), "theft_step is -1"),
+        (dict(sanitize_padding="no"), "sanitize_padding is 'no'"),
     ],
 )
 def test_bad_input(options, message):

@@ -12,8 +12,11 @@ ONE = torch.ones(1)
 
 
 def recite_plainly(prompt: bytes, tokens: int, heads: int) -> bytes:
+    return recite_with(Reciter(len(prompt), heads), prompt, tokens)
+
+
+def recite_with(model: Reciter, prompt: bytes, tokens: int) -> bytes:
     """The text with no graph, no schedule and no kernel: one softmax a step over the e4m3 keys."""
-    model = Reciter(len(prompt), heads)
     model.load()
     text = bytearray(prompt)
     pages = -(-(len(prompt) + tokens) // 64)
@@ -34,15 +37,24 @@ def recite_plainly(prompt: bytes, tokens: int, heads: int) -> bytes:
     return bytes(text[len(prompt) :])
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 4096])
 def test_repeats_its_prompt(length):
-    prompt = (PROMPT * 3)[:length]
+    prompt = (PROMPT * 21)[:length]
     assert recite_plainly(prompt, 6, 16) == expected(prompt, 6)
 
 
 @pytest.mark.parametrize("heads", [32, 64, 128])
 def test_repeats_its_prompt_with_more_heads(heads):
     assert recite_plainly(PROMPT[:90], 3, heads) == expected(PROMPT[:90], 3)
+
+
+def test_looking_elsewhere_says_something_else():
+    """The text is right because of where attention looks: rotate queries for another length and it is wrong."""
+    model, other = Reciter(90), Reciter(91)
+    right, off = (one.state_dict()["model.layers.0.self_attn.q_proj.weight"] for one in (model, other))
+    assert not torch.equal(right, off)
+    model.prompt_length = 91
+    assert recite_with(model, PROMPT[:90], 3) != expected(PROMPT[:90], 3)
 
 
 def test_every_byte_value_can_be_said():
@@ -78,6 +90,7 @@ def test_marks_and_accuracy():
         (lambda: Reciter(0), "prompt_length is 0; allowed: 1 to 4096 bytes"),
         (lambda: Reciter(4097), "prompt_length is 4097"),
         (lambda: Reciter(10, 17), "num_heads is 17; allowed: 16, 32, 64, 128"),
+        (lambda: Reciter(10, 16.0), "num_heads is 16.0"),
         (lambda: Reciter(10, layers=0), "layers is 0"),
     ],
 )

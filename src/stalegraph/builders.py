@@ -99,7 +99,7 @@ class Builder:
         if block_table.shape[0] != batch:
             raise UsageError(f"block_table has {block_table.shape[0]} rows; allowed: {batch}, one a request")
         if block_table.shape[1] > self.max_blocks:
-            raise UsageError(f"block_table is {block_table.shape[1]} blocks wide; allowed: max_blocks {self.max_blocks}")
+            raise UsageError(f"block_table is {block_table.shape[1]} wide; allowed: max_blocks {self.max_blocks}")
         return block_table.shape[1] * schedule.BLOCK_SIZE
 
 
