@@ -1,0 +1,425 @@
+"""`python -m stalegraph.vllm.guarded`: what the guard says in engines of the installed vLLM, and what it costs.
+
+Four questions, each put to engines of the reciter with full decode graphs: is the guard silent where nothing is wrong,
+does it name the stale fields at the first replay, does raise mode fail the request, and what does a token cost more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from stalegraph.errors import StalegraphError, StaleReadError, UsageError
+from stalegraph.isolate import run_isolated
+from stalegraph.reciter import expected
+from stalegraph.recorded.store import write
+from stalegraph.vllm import engine, guard
+from stalegraph.vllm.evidence import provenance
+from stalegraph.vllm.export import export
+from stalegraph.vllm.pace import SKIPPED, Lane, Stamps, spread
+from stalegraph.vllm.reproduce import PROMPT
+from stalegraph.vllm.timings import SHORT, numbers, release, say, target
+
+BATCHES = (1, 3, 8)
+TOKENS = 1000
+COST_BATCHES = (1, 64)
+COST_TOKENS, COST_ROUNDS = 200, 20  # rounds of each kind, on and off
+MOST_COST = 1.01  # of the time per output token without the guard
+STALE = ("tile_scheduler_metadata", "num_splits")
+MESSAGES_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine with the guard in `guard` mode: `question` is "silent", "named", "raised" or "cost"."""
+
+    question: str
+    runner: str
+    settings: engine.Settings
+    guard: str = "warn"
+
+    @property
+    def name(self) -> str:
+        return f"{self.question}-{self.runner}"
+
+
+def plan(folders: dict[str, str], batches, tokens: int, runners=engine.RUNNERS) -> list[Case]:
+    """The engines that are watched while they answer."""
+
+    def one(question, runner, builder, mode="warn", asked=tuple(batches)):
+        given = {"batches": asked, "tokens": tokens, "runner": runner}
+        return Case(question, runner, engine.Settings(folders["long"], PROMPT, builder=builder, **given), mode)
+
+    found = []
+    for runner in runners:
+        found.append(one("silent", runner, "installed"))
+        found.append(one("named", runner, "regressed"))
+        found.append(one("raised", runner, "regressed", "raise", tuple(batches)[:1]))
+    return found
+
+
+def costs(folders: dict[str, str], batches, tokens: int, runners=engine.RUNNERS) -> list[Case]:
+    """The engines whose tokens are timed, with the guard on and off in turn."""
+    return [
+        Case(
+            "cost",
+            runner,
+            engine.Settings(folders["short"], SHORT, batches=tuple(batches), tokens=tokens, runner=runner),
+        )
+        for runner in runners
+    ]
+
+
+def environment(case: Case) -> dict[str, str]:
+    return engine.environment(case.settings) | {"STALEGRAPH_GUARD": case.guard, "STALEGRAPH_GUARD_ALLOW": ""}
+
+
+class Heard(logging.Handler):
+    """Keeps each finding that the guard logs, with the replays that the engine had done by then in this request."""
+
+    def __init__(self, builds):
+        super().__init__(logging.DEBUG)
+        self.builds = builds
+        self.batch: int | None = None  # None while the engine starts
+        self.findings: list[dict] = []
+        self.others: list[str] = []
+
+    def emit(self, record):
+        words = record.getMessage()
+        if record.levelno < logging.ERROR:
+            self.others.append(f"{record.levelname}: {words}")
+            return
+        replays = len(self.builds.steps) if self.batch is not None else None
+        self.findings.append({"batch": self.batch, "replays_before": replays, "message": words})
+
+
+def begin(case: Case):
+    """In the child: the builder put in place, and the guard as vLLM loads plugins; returns (torch, vllm, facts)."""
+    import torch
+    import vllm
+
+    facts = {"versions": engine.versions(torch, vllm)}
+    facts["built_by"] = engine.put_builder(case.settings.builder, vllm.__version__)
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    facts["guard_by"] = "the plugin as vLLM loads it"
+    if guard._guard is None:  # stalegraph is on the path, but its entry points are not installed
+        guard.register()
+        facts["guard_by"] = "its entry point, called here"
+    if guard._guard is None:
+        raise UsageError(f"STALEGRAPH_GUARD is {os.environ.get('STALEGRAPH_GUARD')!r}, and the guard is not installed")
+    return torch, vllm, facts
+
+
+def start(case: Case, vllm, facts: dict):
+    known = set(getattr(getattr(vllm, "EngineArgs", None), "__dataclass_fields__", ())) or None
+    llm = vllm.LLM(**engine.arguments(case.settings, known))
+    facts["engine"] = engine.facts(llm) | engine.machine()
+    return llm
+
+
+def watch(case: Case, progress: str) -> dict:
+    """In the child: ask each batch with the guard watching; returns what was said, by the model and by the guard."""
+    from stalegraph.vllm.arrivals import on_arrival
+    from stalegraph.vllm.builds import BACKEND, Builds
+
+    builds = Builds()
+    heard, logger = Heard(builds), logging.getLogger("vllm.stalegraph.guard")
+    logger.addHandler(heard)
+    logger.setLevel(logging.DEBUG)
+    torch, vllm, found = begin(case)
+    on_arrival(BACKEND, lambda module: builds.attach(module, torch.cuda.CUDAGraph))
+    found |= {"batches": [], "findings": heard.findings, "guard_log": heard.others, "failure": None}
+    try:
+        llm = start(case, vllm, found)
+        found["graphs_noted"] = len(guard._guard.records)
+        for batch in case.settings.batches:
+            heard.batch = batch
+            found["batches"].append(ask(llm, vllm, case.settings, batch, builds))
+            Path(progress).write_text(json.dumps(found))
+    except Exception as error:
+        found["failure"] = failure(error) | {"batch": heard.batch}
+        if found["failure"]["guard"] is None and not any(one in str(error) for one in engine.GPU_ERRORS):
+            raise
+    found["guard_broken"] = guard._guard.broken
+    return found
+
+
+def ask(llm, vllm, settings: engine.Settings, batch: int, builds) -> dict:
+    """One batch: whether each text is right, the replays that were compared, and what the watcher saw move."""
+    prompts = engine.token_prompts(llm, settings, batch)
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True, detokenize=False)
+    builds.begin()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    said = [list(output.outputs[0].token_ids) for output in outputs]
+    wanted = [list(expected(bytes(ids), settings.tokens)) for ids in prompts]
+    right = sum(a == b for one, want in zip(said, wanted) for a, b in zip(one, want))
+    seen = builds.summary()
+    return {
+        "batch": batch,
+        "tokens": [len(one) for one in said],
+        "accuracy": right / (batch * settings.tokens),
+        "replays": seen["replays"],
+        "stale_fields": seen["stale_fields"],
+    }
+
+
+def failure(error: BaseException) -> dict:
+    """What a request failed with; `guard` is the guard's own message, also where another exception carries it."""
+    own, seen = None, error
+    while seen is not None and own is None:
+        own = str(seen) if isinstance(seen, StaleReadError) else None
+        seen = seen.__cause__ or seen.__context__
+    return {"kind": type(error).__name__, "message": str(error), "guard": own}
+
+
+class Switch:
+    """Takes the guard's hooks out of vLLM and puts the same ones back: its records of captured graphs stay."""
+
+    def __init__(self, watching: guard.Guard):
+        hooks = [(owner, name, original) for owner, name, original in watching._undo if original is not None]
+        self.hooks = [(owner, name, original, owner.__dict__[name]) for owner, name, original in hooks]
+
+    def on(self) -> None:
+        for owner, name, _, hooked in self.hooks:
+            setattr(owner, name, hooked)
+
+    def off(self) -> None:
+        for owner, name, original, _ in self.hooks:
+            setattr(owner, name, original)
+
+
+class Count:
+    """Counts the replays that the guard compares while the context is open; not for use in timed rounds."""
+
+    def __init__(self, watching: guard.Guard):
+        self.watching, self.compared = watching, 0
+
+    def __enter__(self):
+        for name in ("replayed", "run"):
+            setattr(self.watching, name, self._counted(getattr(self.watching, name)))
+        return self
+
+    def _counted(self, method):
+        def counted(*args):
+            self.compared += 1
+            return method(*args)
+
+        return counted
+
+    def __exit__(self, *_):
+        for name in ("replayed", "run"):
+            delattr(self.watching, name)
+
+
+def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
+    """In the child: once the parent lets it, rounds with the guard on and off in turn, at each batch."""
+    from stalegraph.vllm.arrivals import on_arrival
+    from stalegraph.vllm.builds import BACKEND
+
+    lane, stamps = Lane(folder, case.name), Stamps()
+    _, vllm, found = begin(case)
+    on_arrival(BACKEND, stamps.attach)
+    llm = start(case, vllm, found)
+    switch, settings = Switch(guard._guard), case.settings
+    found |= {"hooks": [f"{owner.__name__}.{name}" for owner, name, *_ in switch.hooks], "batches": []}
+    lane.arrive()
+    if not lane.wait():
+        return found
+    for batch in settings.batches:
+        found["batches"].append(turns(llm, vllm, settings, batch, rounds, switch, stamps))
+        Path(progress).write_text(json.dumps(found))
+    found["guard_broken"] = guard._guard.broken
+    lane.arrive()
+    return found
+
+
+def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch: Switch, stamps: Stamps) -> dict:
+    """One batch: `rounds` timed rounds with the guard on and as many with it off, in pairs whose order alternates."""
+    prompts, texts = engine.token_prompts(llm, settings, batch), []
+    wanted = [list(expected(bytes(ids), settings.tokens)) for ids in prompts]
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True, detokenize=False)
+
+    def generate():
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        texts.append([list(output.outputs[0].token_ids) for output in outputs] == wanted)
+
+    one = {"batch": batch, "compared": {}, "on": [], "off": []}
+    set_to = {"on": switch.on, "off": switch.off}
+    for name in set_to:  # not timed: warms up, and shows that the switch does what it says
+        set_to[name]()
+        with Count(guard._guard) as count:
+            generate()
+        one["compared"][name] = count.compared
+    for at in range(rounds):
+        for name in ("on", "off") if at % 2 == 0 else ("off", "on"):
+            set_to[name]()
+            one[name].append(stamps.round(generate))
+    switch.on()
+    return one | {"right": all(texts), "findings": list(guard._guard.messages)}
+
+
+# ------------------------------------------------------------------------------------------------- in the parent
+
+
+def measure(watched: list[Case], timed: list[Case], rounds: int, timeout: float) -> tuple[list[dict], list[dict]]:
+    """Start all engines side by side; the timed ones go, one by one, after the others have ended."""
+    with tempfile.TemporaryDirectory(prefix="stalegraph-guard-") as folder:
+        cases = [*watched, *timed]
+        files = {case: os.path.join(folder, f"{case.name}.json") for case in cases}
+        lanes = {case: Lane(folder, case.name).lay() for case in timed}
+        with ThreadPoolExecutor(max(1, len(cases))) as pool:
+
+            def begun(target, case, *args):
+                env = environment(case)
+                return pool.submit(run_isolated, target, case, *args, files[case], timeout=timeout, env=env)
+
+            children = {case: begun(watch, case) for case in watched}
+            children |= {case: begun(cost, case, folder, rounds) for case in timed}
+            answers = [told(case, children[case].result(), files[case]) for case in watched]
+            # All have started, or ended, before the first is timed: a start takes processor time from its neighbours.
+            ready = [case for case in timed if lanes[case].arrived(children[case])]
+            for case in ready:
+                lanes[case].go(children[case])
+                children[case].result()
+            prices = [priced(case, children[case].result(), files[case]) for case in timed]
+        for lane in lanes.values():
+            lane.close()
+    return answers, prices
+
+
+def found_by(result, file: str) -> dict:
+    """A child's record, as far as it came."""
+    found = result.value
+    if found is None:
+        found = json.loads(Path(file).read_text()) if os.path.exists(file) else {}
+    ended = {"ok": result.ok, "seconds": round(result.seconds, 1), "summary": result.summary()}
+    if not result.ok:
+        ended["stderr"] = result.stderr[-1500:]
+    return found | {"ended": ended}
+
+
+def told(case: Case, result, file: str) -> dict:
+    """One watched engine's record, and whether it shows what it must."""
+    found = found_by(result, file)
+    head = {"question": case.question, "runner": case.runner, "builder": case.settings.builder, "guard": case.guard}
+    found = head | found
+    found["findings"] = found.get("findings", [])
+    found["findings_count"] = len(found["findings"])
+    found["shown"] = shown(case, found)
+    found["findings"] = found["findings"][:MESSAGES_KEPT]
+    say(f"{case.name}: {'as it must' if found['shown'] else 'NOT as it must'}; {found['ended']['summary']}")
+    for one in found["findings"][:4]:
+        say(f"  {one['message']}")
+    return found
+
+
+def fields_of(findings) -> list[str]:
+    """The last name of each finding's field: "num_splits" of "decode.scheduler_metadata.num_splits of layer ..."."""
+    return [one["message"].split(" of layer ")[0].split(" ")[-1].split(".")[-1] for one in findings]
+
+
+def shown(case: Case, found: dict) -> bool:
+    """Whether the record answers its question as issue #33638 and a guard demand."""
+    batches, findings = found.get("batches", []), found["findings"]
+    if not found.get("graphs_noted") and case.question != "raised" or found.get("guard_broken"):
+        return False
+    if case.question == "silent":
+        asked = [one["batch"] for one in batches] == list(case.settings.batches)
+        right = all(one["accuracy"] == 1 and one["replays"] for one in batches)
+        return asked and right and not findings and not found.get("failure")
+    at_once = sorted(fields_of(findings)) == sorted(STALE) and all(
+        one["replays_before"] in (0, None) for one in findings
+    )
+    if case.question == "named":
+        return at_once and bool(batches)
+    message = (found.get("failure") or {}).get("guard") or ""
+    return at_once and all(field in message for field in STALE) and not batches
+
+
+def priced(case: Case, result, file: str) -> dict:
+    """One timed engine's record: time per output token with the guard on and off, and their ratio."""
+    found = {"question": "cost", "runner": case.runner, "builder": case.settings.builder} | found_by(result, file)
+    for one in found.setdefault("batches", []):
+        one |= prices(one.pop("on"), one.pop("off"))
+        silent = one["compared"]["on"] > 0 and one["compared"]["off"] == 0 and not one["findings"]
+        one["shown"] = bool(silent and one["right"] and one["ratio"] is not None and one["ratio"] <= MOST_COST)
+        times = " ".join(f"{name} {(one[name] or {}).get('median', 0):.4f} ms," for name in ("on", "off"))
+        say(f"cost {case.runner} batch {one['batch']}: {times} ratio {one['ratio']}, as it must: {one['shown']}")
+    asked = [one["batch"] for one in found["batches"]] == list(case.settings.batches)
+    found["shown"] = asked and all(one["shown"] for one in found["batches"]) and found["ended"]["ok"]
+    if not found["ended"]["ok"]:
+        say(f"{case.name}: {found['ended']['summary']}")
+    return found
+
+
+def prices(on: list[dict], off: list[dict]) -> dict:
+    """Figures of the rounds: `ratio` is of the medians over rounds; `pairs` the spread of each pair's own ratio."""
+    means = {"on": [one["mean_ms"] for one in on], "off": [one["mean_ms"] for one in off]}
+    found = {name: spread(values) for name, values in means.items()}
+    pairs = [a / b for a, b in zip(means["on"], means["off"]) if a and b]
+    steps = [statistics.median(one["median_ms"] for one in kind if one["median_ms"]) for kind in (on, off) if pairs]
+    ratio = found["on"]["median"] / found["off"]["median"] if pairs else None
+    return found | {
+        "ratio": ratio,
+        "ratio_of_median_steps": steps[0] / steps[1] if steps else None,
+        "pairs": spread(pairs),
+        "rounds_ms": {name: [value and round(value, 5) for value in values] for name, values in means.items()},
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="F", help="the record, a .json file")
+    parser.add_argument("--runner", choices=engine.RUNNERS, help="only engines with this runner (default: both)")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="watched (default: 1,3,8)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"new tokens of a watched request ({TOKENS})")
+    parser.add_argument("--cost-batches", default=",".join(map(str, COST_BATCHES)), help="timed (default: 1,64)")
+    parser.add_argument("--cost-tokens", type=int, default=COST_TOKENS, help=f"of a timed round ({COST_TOKENS})")
+    parser.add_argument("--rounds", type=int, default=COST_ROUNDS, help=f"timed rounds on and off ({COST_ROUNDS} each)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds an engine may live (default: 300)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the engines and write the record; 0 if each shows what it must, else 1."""
+    batches, cost_batches = numbers("batches", args.batches), numbers("cost-batches", args.cost_batches)
+    fewest = SKIPPED + 4
+    if args.tokens < 2 or args.cost_tokens < fewest or args.rounds < 1:
+        given = f"tokens is {args.tokens}, cost-tokens {args.cost_tokens}, rounds {args.rounds}"
+        raise UsageError(f"{given}; allowed: at least 2, {fewest} and 1")
+    out, version = target(args.out), release()
+    source = provenance(f"python -m stalegraph.vllm.guarded --out repro/recorded/h200/vllm-{version}/guard.json")
+    began = time.monotonic()
+    runners = (args.runner,) if args.runner else engine.RUNNERS
+    with tempfile.TemporaryDirectory(prefix="stalegraph-guarded-") as scratch:
+        texts = {"long": PROMPT, "short": SHORT}
+        folders = {name: str(export(Path(scratch, name), text)) for name, text in texts.items()}
+        watched = plan(folders, batches, args.tokens, runners)
+        timed = costs(folders, cost_batches, args.cost_tokens, runners)
+        answers, prices_found = measure(watched, timed, args.rounds, args.timeout)
+    data = {"tokens": args.tokens, "cost_tokens": args.cost_tokens, "rounds": args.rounds, "most_cost": MOST_COST}
+    data |= {"engines": answers, "cost": prices_found}
+    write(out.parent, out.stem, data, source)
+    say(f"{len(answers) + len(prices_found)} engines in {time.monotonic() - began:.0f} s")
+    return 0 if all(one["shown"] for one in [*answers, *prices_found]) else 1
+
+
+if __name__ == "__main__":
+    from stalegraph.vllm import guarded  # children find their work by this name, not by "__main__"
+
+    _parser = argparse.ArgumentParser(prog="python -m stalegraph.vllm.guarded", description=__doc__.splitlines()[0])
+    guarded.add_arguments(_parser)
+    try:
+        sys.exit(guarded.main(_parser.parse_args()))
+    except StalegraphError as _error:
+        print(_error, file=sys.stderr)
+        sys.exit(2)

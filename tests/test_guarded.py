@@ -1,0 +1,204 @@
+"""The guard's experiments on a stand-in vLLM: what counts as shown, what does not, and the switch on and off."""
+
+import argparse
+import json
+import types
+from pathlib import Path
+
+import pytest
+import stub_graphs
+
+from stalegraph.errors import StaleReadError, UsageError
+from stalegraph.recorded import Provenance
+from stalegraph.vllm import guard, guarded, timings
+
+SOURCE = Provenance("stand-in", 132, "none", "2", "0.20.2", "none", "none", "2000-01-01", "test")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run the command with few tokens on a stand-in release; (exit code, data)."""
+    monkeypatch.setattr(guarded, "provenance", lambda command: SOURCE)
+    monkeypatch.setattr(guarded, "MOST_COST", 100.0)  # a stand-in's step is nearly nothing
+
+    def run(version, *words, site=None):
+        monkeypatch.syspath_prepend(str(stub_graphs.install(tmp_path / version, version)))
+        parser, out = argparse.ArgumentParser(), tmp_path / "guard.json"
+        guarded.add_arguments(parser)
+        given = ["--out", str(out), "--tokens", "24", "--cost-tokens", "20", "--rounds", "3", *words]
+        code = guarded.main(parser.parse_args(given))
+        return code, json.loads(out.read_text())["data"]
+
+    return run
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_fixed_release_answers_all_four_questions(run, runner):
+    code, data = run("0.20.2", "--runner", runner, "--cost-batches", "1,3")
+    silent, named, raised = data["engines"]
+    assert [one["question"] for one in data["engines"]] == ["silent", "named", "raised"]
+    assert all(one["shown"] for one in data["engines"]) and code == 0
+    assert silent["findings"] == [] and [one["accuracy"] for one in silent["batches"]] == [1, 1, 1]
+    assert [one["replays"] for one in silent["batches"]] == [24, 24, 24] and silent["graphs_noted"] == 4
+    assert named["findings_count"] == 2 and {one["replays_before"] for one in named["findings"]} == {0}
+    assert {one["batch"] for one in named["findings"]} == {1}
+    assert any("num_splits of layer model.layers.0" in one["message"] for one in named["findings"])
+    assert [one["accuracy"] < 1 for one in named["batches"]] == [True] * 3
+    assert raised["batches"] == [] and raised["failure"]["batch"] == 1
+    assert raised["failure"]["kind"] == "StaleReadError" and "num_splits" in raised["failure"]["guard"]
+    (cost,) = data["cost"]
+    assert cost["shown"] and [one["batch"] for one in cost["batches"]] == [1, 3]
+    for one in cost["batches"]:
+        assert one["compared"] == {"on": 20, "off": 0} and one["right"] and one["findings"] == []
+        assert len(one["rounds_ms"]["on"]) == len(one["rounds_ms"]["off"]) == 3
+        assert one["ratio"] == pytest.approx(one["on"]["median"] / one["off"]["median"])
+
+
+def test_a_release_with_the_bug_is_not_shown_silent(run):
+    code, data = run("0.18.1", "--runner", "v1", "--cost-batches", "1")
+    silent, named, raised = data["engines"]
+    assert code == 1 and not silent["shown"] and named["shown"] and raised["shown"]
+    assert silent["findings_count"] == 2
+    assert not data["cost"][0]["shown"] and not data["cost"][0]["batches"][0]["right"]
+
+
+def test_an_error_of_the_gpu_is_recorded_and_not_taken_for_the_guard(run, monkeypatch):
+    monkeypatch.setenv("STUB_VLLM_FAILS", "gpu")
+    code, data = run("0.20.2", "--runner", "v1", "--cost-batches", "1")
+    silent, named, raised = data["engines"]
+    assert code == 1 and not silent["shown"] and silent["failure"]["guard"] is None
+    assert "illegal memory access" in silent["failure"]["message"] and silent["failure"]["batch"] == 3
+    assert [one["batch"] for one in silent["batches"]] == [1]
+
+
+def test_engines_that_do_not_start_are_told(run, monkeypatch):
+    monkeypatch.setenv("STUB_VLLM_FAILS", "killed")
+    code, data = run("0.20.2", "--runner", "v1")
+    assert code == 1 and not any(one["shown"] for one in [*data["engines"], *data["cost"]])
+    assert all("SIGKILL" in one["ended"]["summary"] for one in [*data["engines"], *data["cost"]])
+
+
+def found(question, **changes):
+    case = guarded.plan({"long": "folder"}, (1,), 10, ("v1",))[["silent", "named", "raised"].index(question)]
+    stale = [
+        {"batch": 1, "replays_before": 0, "message": f"stalegraph guard: decode.{name} of layer l moved"}
+        for name in guarded.STALE
+    ]
+    good = {
+        "silent": {"findings": [], "batches": [{"batch": 1, "accuracy": 1, "replays": 9}]},
+        "named": {"findings": stale, "batches": [{"batch": 1}]},
+        "raised": {"findings": stale, "batches": [], "failure": {"guard": " ".join(guarded.STALE)}},
+    }[question]
+    return case, {"graphs_noted": 4, "guard_broken": False} | good | changes
+
+
+@pytest.mark.parametrize(
+    "question, changes",
+    [
+        ("silent", {"graphs_noted": 0}),  # a guard that sees no graph is silent too
+        ("silent", {"guard_broken": True}),
+        ("silent", {"batches": [{"batch": 1, "accuracy": 1, "replays": 0}]}),
+        ("silent", {"batches": [{"batch": 1, "accuracy": 0.99, "replays": 9}]}),
+        ("silent", {"batches": []}),
+        ("silent", {"failure": {"guard": None}}),
+        ("named", {"findings": []}),
+        ("named", {"batches": []}),
+        ("raised", {"failure": None}),
+        ("raised", {"failure": {"guard": None}}),
+        ("raised", {"batches": [{"batch": 1}]}),
+    ],
+)
+def test_what_is_not_shown(question, changes):
+    assert guarded.shown(*found(question))
+    assert not guarded.shown(*found(question, **changes))
+
+
+@pytest.mark.parametrize("change", ["late", "twice", "one field", "one more"])
+def test_fields_must_be_named_once_and_at_the_first_replay(change):
+    case, record = found("named")
+    first, second = record["findings"]
+    other = first | {"message": "stalegraph guard: query_start_loc of layer l moved"}
+    record["findings"] = {
+        "late": [first, second | {"replays_before": 1}],
+        "twice": [first, second, second],
+        "one field": [first],
+        "one more": [first, second, other],
+    }[change]
+    assert not guarded.shown(case, record)
+
+
+def test_the_guards_message_is_found_below_another_exception():
+    try:
+        try:
+            raise StaleReadError("num_splits moved")
+        except StaleReadError as error:
+            raise RuntimeError("the engine is dead") from error
+    except RuntimeError as error:
+        assert guarded.failure(error) == {
+            "kind": "RuntimeError", "message": "the engine is dead", "guard": "num_splits moved",
+        }  # fmt: skip
+    assert guarded.failure(ValueError("x"))["guard"] is None
+
+
+def test_the_switch_takes_the_hooks_out_and_puts_the_same_ones_back():
+    class Wrapper:
+        def __call__(self):
+            return "own"
+
+    own, watching = Wrapper.__call__, guard.Guard("warn")
+    watching.hook(Wrapper, "__call__", lambda original: lambda wrapper: "hooked")
+    hooked, switch = Wrapper.__call__, guarded.Switch(watching)
+    switch.off()
+    assert Wrapper.__call__ is own and Wrapper()() == "own"
+    switch.on()
+    assert Wrapper.__call__ is hooked and Wrapper()() == "hooked"
+    switch.off()
+    watching.unhook()
+    assert Wrapper.__call__ is own
+
+
+def test_the_price_is_of_medians_and_of_pairs():
+    def rounds(*values):
+        return [{"steps": 9, "mean_ms": value, "median_ms": value} for value in values]
+
+    found = guarded.prices(rounds(2.0, 2.2, 9.0), rounds(2.0, 2.0, 3.0))
+    assert found["ratio"] == pytest.approx(1.1) and found["pairs"]["median"] == pytest.approx(1.1)
+    assert found["on"]["range"] == [2.0, 9.0] and found["off"]["count"] == 3
+    assert guarded.prices([], [])["ratio"] is None
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--batches", "0"], "batches is '0'"),
+        (["--cost-batches", "1,x"], "cost-batches is '1,x'"),
+        (["--cost-tokens", "3"], "cost-tokens 3"),
+        (["--rounds", "0"], "rounds 0"),
+    ],
+)
+def test_bad_options_are_refused(words, says):
+    parser = argparse.ArgumentParser()
+    guarded.add_arguments(parser)
+    with pytest.raises(UsageError, match=says):
+        guarded.main(parser.parse_args(["--out", "x.json", *words]))
+
+
+def test_no_vllm_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setattr(timings, "installed_version", lambda: None)
+    with pytest.raises(UsageError, match="not installed"):
+        timings.release()
+
+
+RECORD = Path(__file__).parents[1] / "repro" / "recorded" / "h200" / "vllm-0.20.2" / "guard.json"
+
+
+@pytest.mark.skipif(not RECORD.is_file(), reason="no guard.json was recorded on an H200")
+def test_the_recorded_guard():
+    data = json.loads(RECORD.read_text())["data"]
+    assert {(one["question"], one["runner"]) for one in data["engines"]} >= {
+        ("silent", "v1"), ("named", "v1"), ("raised", "v1"), ("silent", "v2"), ("named", "v2"),
+    }  # fmt: skip
+    for one in data["engines"]:
+        case = types.SimpleNamespace(question=one["question"])
+        case.settings = types.SimpleNamespace(batches=(1, 3, 8))
+        assert one["shown"] and guarded.shown(case, one)
