@@ -19,7 +19,7 @@ HEAD_DIM_QK = 576  # 512 latent dims, then 64 rotary ones
 HEAD_DIM_V = 512  # the latent dims serve as values too
 MAX_SPLITS_STEP = 32  # the combine kernel is built for 32, 64, 96, 128 and 160 splits
 MAX_SPLITS = 160
-_CHUNK_TOKENS = 1 << 15  # KV tokens gathered at a time: about 75 MB as float32
+_CHUNK_TOKENS = 1 << 13  # KV tokens gathered at a time: 19 MB as float32; above 32 MB malloc maps fresh pages each time
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # float32 of each of the 256 bytes
 
 
@@ -110,7 +110,8 @@ class _Pages:
     def keys(self, pages: torch.Tensor, head: int, where) -> torch.Tensor:
         """float32 keys (items, blocks * 64, 576) of `pages` (items, blocks)."""
         inside = (pages >= 0) & (pages < self.k_cache.shape[0])
-        taken = self.k_cache.view(torch.uint8)[pages.clamp(0, self.k_cache.shape[0] - 1), :, head]
+        wanted = pages.clamp(0, self.k_cache.shape[0] - 1).view(-1)
+        taken = self.k_cache.view(torch.uint8)[:, :, head].index_select(0, wanted).view(*pages.shape, BLOCK_SIZE, -1)
         if not bool(inside.all()):
             for item, block in (~inside).nonzero().tolist():
                 request, first = where[item]
@@ -145,7 +146,9 @@ def _attend(q, pages: _Pages, group, lengths, scale, value_scale, causal, head, 
     table[left <= 0, -1] = 0  # no row of that page is loaded
     keys = pages.keys(table, head, where)
     # Rows that the last block's load leaves out are zeros, whatever the page holds there.
-    keys[:, -BLOCK_SIZE:][torch.arange(BLOCK_SIZE) >= left[:, None]] = 0
+    for item, rows_left in enumerate(left.tolist()):
+        if rows_left < BLOCK_SIZE:
+            keys[item, keys.shape[1] - BLOCK_SIZE + max(rows_left, 0) :] = 0
     rows = q.shape[1]
     scores = torch.bmm(q[[request for request, _ in where]], keys.transpose(1, 2)) * scale
     # Only the last block is compared with seq_len (the last two where later queries see more), so positions that an
