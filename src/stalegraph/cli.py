@@ -1,6 +1,7 @@
 """The command line: `stalegraph COMMAND`; each command lives in its own module and is imported only when it is asked for.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 right, 1 wrong, 2 usage; `reproduce` adds 125, cannot tell.
+Results go to stdout, everything else to stderr. Exit codes: 0 right, 1 wrong, 2 usage, 130 interrupted; `reproduce` adds
+125, cannot tell.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def main(argv: list[str] | None = None) -> int:
             continue
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == named:
-            modules[name] = importlib.import_module(module)
+            try:
+                modules[name] = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                needed = "notebooks" if name == "walkthrough" else "notebooks,test"
+                print(f"stalegraph {name}: {error}; pip install 'stalegraph[{needed}]' brings it", file=sys.stderr)
+                return 2
             modules[name].add_arguments(sub)
     args = parser.parse_args(argv)
     try:
@@ -52,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     except StalegraphError as error:
         print(f"stalegraph {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"stalegraph {args.command}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0
 

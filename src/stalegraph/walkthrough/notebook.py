@@ -38,7 +38,10 @@ class Notebook:
 
 def read(path: Path) -> Notebook:
     """Read one notebook; what is wrong with its form goes into `problem`."""
-    cells = nbformat.read(path, as_version=4).cells
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
+        return Notebook(path, path.stem, "", {}, f"this file is no notebook: {str(error)[:80]}")
     first = cells[0].source if cells else ""
     title = next((line[2:].strip() for line in first.splitlines() if line.startswith("# ")), path.stem)
     claim = next((line.partition("Claim:")[2].strip(" *") for line in first.splitlines() if "Claim:" in line), "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import nbformat
 
+_TITLE = "stalegraph walkthrough"
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 17px/1.55 Georgia, 'Times New Roman', serif; color: #1a1a1a; background: #fff; max-width: 58rem; margin: 0 auto;
@@ -20,6 +22,10 @@ pre { overflow-x: auto; margin: 0; white-space: pre-wrap; }
 .jp-OutputPrompt, .jp-InputPrompt, .prompt, .anchor-link { display: none; }
 .jp-RenderedText pre, .output_text pre { padding: .2rem .7rem; }
 img { max-width: 100%; height: auto; }
+@media (max-width: 44rem) {
+  body { font-size: 16px; padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; }
+  .jp-RenderedImage, .output_png { overflow-x: auto; } .jp-RenderedImage img, .output_png img { max-width: none; width: 44rem; }
+}
 table { border-collapse: collapse; font: 14px/1.4 system-ui, sans-serif; margin: .8rem 0; display: block; overflow-x: auto; }
 th, td { border-bottom: 1px solid #d8d8d4; padding: .3rem .7rem; text-align: left; vertical-align: top; }
 .held { color: #0072B2; font-weight: 600; } .not { color: #D55E00; font-weight: 600; }
@@ -49,6 +55,17 @@ def write_page(executed: Path, target: Path, title: str) -> None:
     target.write_text(_document(title, nav + body, HtmlFormatter().get_style_defs(".highlight")), encoding="utf-8")
 
 
+def is_report(folder: Path) -> bool:
+    """Whether `folder` is what an earlier walkthrough wrote, by its index."""
+    index = folder / "index.html"
+    return index.is_file() and f"<title>{_TITLE}</title>" in index.read_text(encoding="utf-8", errors="replace")[:1000]
+
+
+def _inline(text: str) -> str:
+    """Escaped, with what stands between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def write_index(target: Path, outcomes, provenance: dict) -> None:
     """The table of claims and verdicts, with a link to each page."""
     rows = []
@@ -56,7 +73,7 @@ def write_index(target: Path, outcomes, provenance: dict) -> None:
         kind = "held" if one.held else "not"
         what = one.verdict if one.trouble is None else f"{one.verdict}: {one.trouble}"
         rows.append(
-            f'<tr><td><a href="{one.notebook}.html">{html.escape(one.notebook)}</a></td><td>{html.escape(one.claim)}</td>'
+            f'<tr><td><a href="{one.notebook}.html">{html.escape(one.notebook)}</a></td><td>{_inline(one.claim)}</td>'
             f'<td class="{kind}">{html.escape(what)}</td><td>{one.seconds:.1f}</td></tr>'
         )
     facts = "".join(f"<li>{html.escape(str(key))}: {html.escape(str(value))}</li>" for key, value in provenance.items())
@@ -65,4 +82,4 @@ def write_index(target: Path, outcomes, provenance: dict) -> None:
         f"<table><thead><tr><th>notebook</th><th>claim</th><th>verdict</th><th>seconds</th></tr></thead>"
         f'<tbody>{"".join(rows)}</tbody></table><ul class="provenance">{facts}</ul>'
     )
-    target.write_text(_document("stalegraph walkthrough", body), encoding="utf-8")
+    target.write_text(_document(_TITLE, body), encoding="utf-8")

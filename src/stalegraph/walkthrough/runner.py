@@ -75,6 +75,8 @@ def execute(source: Path, output: Path, title: str, claim: str, parameters: dict
         raised = (None, (), "the kernel died")
     except CellTimeoutError:
         raised = (None, (), f"the cell took more than {timeout} s and was stopped")
+    except Exception as error:  # no kernel, or one that did not start
+        raised = (None, (), f"{type(error).__name__}: {error}")
     outcome.seconds = time.monotonic() - started
     outcome.peak_mb = _peak_mb()
     cells = _executed_cells(output)
