@@ -123,6 +123,7 @@ def test_the_command_exits_1_when_a_claim_fails(folder, tmp_path, monkeypatch, c
     [
         (["--set", "tow=3"], "no notebook chosen has a parameter 'tow'; allowed: two"),
         (["--set", "two"], "set is 'two'; allowed: NAME=VALUE"),
+        (["--set", "two=abc"], "two is 'abc'; allowed: int, such as 2"),
         (["--only", "09"], "only is '09'; allowed: 01_small or their numbers"),
         (["--rung", "moon"], "rung is 'moon'; allowed: sim, flashmla, vllm"),
         (["--prompt-file", "nowhere.txt"], "prompt-file is 'nowhere.txt', which is no file"),
@@ -169,3 +170,17 @@ def test_parameters_must_be_plain_literals(folder):
     book.cells[1].source = "two = len('ab')"
     nbformat.write(book, folder / "01_small.ipynb")
     assert "not plain literals" in read(folder / "01_small.ipynb").problem
+
+
+def test_a_folder_that_holds_something_else_is_not_replaced(folder, tmp_path, monkeypatch, capsys):
+    write(folder, ("code", "assert two == 2"))
+    other = tmp_path / "report" / "out"
+    other.mkdir(parents=True)
+    (other / "thesis.txt").write_text("years of work")
+    assert command(folder, tmp_path, monkeypatch) == 2
+    assert "holds something else" in capsys.readouterr().err and (other / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_file_that_is_no_notebook_is_broken(folder):
+    (folder / "01_small.ipynb").write_text("not json")
+    assert "this file is no notebook" in read(folder / "01_small.ipynb").problem
