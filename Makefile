@@ -15,13 +15,14 @@ NOTEBOOK_ARGS := --rung $(RUNG) $(if $(PROMPT),--prompt-file "$(PROMPT)") $(if $
 # on a machine with no NVIDIA driver it is not made, and the command itself says what is missing.
 ifeq ($(and $(filter flashmla vllm,$(RUNG)),$(shell command -v nvidia-smi)),)
 VENV := .venv
+STAMP := $(VENV)/.installed
 INSTALL := -c constraints-cpu.txt -e '.[notebooks,test]'
 else
 VENV := .venv-gpu
+STAMP := $(VENV)/.installed-vllm-$(VLLM)
 INSTALL := -r repro/locks/vllm-$(VLLM).txt -e '.[notebooks,test,gpu]'
 endif
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 
 .PHONY: walkthrough test releases gpu-env clean
 walkthrough: $(STAMP)
@@ -35,13 +36,14 @@ releases: $(STAMP)
 
 gpu-env:
 	@command -v nvidia-smi >/dev/null || { echo "gpu-env needs an NVIDIA driver; nvidia-smi is not found" >&2; exit 2; }
-	@$(MAKE) --no-print-directory RUNG=flashmla VLLM=$(VLLM) .venv-gpu/.installed
+	@$(MAKE) --no-print-directory RUNG=flashmla VLLM=$(VLLM) .venv-gpu/.installed-vllm-$(VLLM)
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "stalegraph needs Python 3.10 or newer, this is " + sys.version)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL)
+	@rm -f $(VENV)/.installed*
 	@touch $@
 
 clean:
