@@ -48,3 +48,13 @@ def test_bench_prints_one_json_object(capsys):
     costs = {one["builder"]: one for one in found["builders"]}
     assert costs["ingraph"]["allocations"] == 0 < costs["regressed"]["allocations"]
     assert {"machine", "torch", "date"} <= set(found["provenance"])
+
+
+def test_a_missing_extra_is_named_in_one_line(monkeypatch, capsys):
+    def absent(module):
+        raise ModuleNotFoundError("No module named 'nbformat'", name="nbformat")
+
+    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    assert cli.main(["walkthrough"]) == 2
+    error = capsys.readouterr().err
+    assert error == "stalegraph walkthrough: No module named 'nbformat'; pip install 'stalegraph[notebooks]' brings it\n"

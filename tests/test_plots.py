@@ -27,6 +27,23 @@ def test_wrong_bytes_are_marked_and_right_ones_are_not(ax):
     assert len(ax.patches) == 1
 
 
+def test_utf_8_is_shown_as_characters_and_what_has_no_glyph_as_dots(ax):
+    text = "é€".encode() + b"\xff" + "漢".encode() + b"\xe2\x82"
+    assert plots.glyphs(text) == [(0, 2, "é"), (2, 3, "€"), *((at, 1, "·") for at in range(5, 11))]
+    plots.draw_text([plots.TextRow("graph", "éa".encode(), [True, False, True], "wrong")], ax)
+    assert texts(ax) == ["graph", "é", "a"]
+    assert [same_color(text.get_color(), plots.WRONG) for text in ax.texts[1:]] == [True, False]
+
+
+def test_every_byte_is_shown_once():
+    text = bytes(range(256)) + "Ünïcödé Привет 𝄞".encode()
+    at = 0
+    for begin, size, shown in plots.glyphs(text):
+        assert begin == at and len(shown) == 1
+        at += size
+    assert at == len(text)
+
+
 def test_accuracy_lines_are_labelled_at_their_ends(ax):
     curves = [plots.Curve("eager", [1.0] * 5, "eager"), plots.Curve("graph", [1.0, 0.0, 0.0, 0.0, 0.0], "wrong")]
     plots.draw_accuracy(curves, ax, "title")
@@ -58,7 +75,19 @@ def test_schedule_draws_each_block_once(ax):
 
 def test_a_schedule_of_nonsense_draws_nothing(ax):
     plots.draw_schedule([300], torch.full((40, 8), -5, dtype=torch.int32), ax, "stale", "wrong")
-    assert len(ax.patches) == 0
+    assert len(ax.patches) == 0 and texts(ax) == ["no SM part does anything"]
+
+
+def test_an_empty_row_points_at_the_row_before(ax):
+    plots.draw_empty_rows([("live", [9, 4]), ("padded", [-1, -1]), ("padded", [-1, -1])], ax, "rows")
+    arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None) is not None]
+    assert [round(arrow.xy[1]) for arrow in arrows] == [0, 1]
+    assert [same_color(arrow.arrow_patch.get_edgecolor(), plots.WRONG) for arrow in arrows] == [False, True]
+
+
+def test_lines_mark_the_measured_x(ax):
+    plots.draw_lines({"ours": [(1, 2.0), (128, 4.0)]}, {"ours": "right"}, ax, "title", "batch", "us", log=True)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["1", "128"]
 
 
 def test_bars_carry_their_values(ax):

@@ -58,3 +58,16 @@ def test_prompt_files(tmp_path):
 def test_the_device_has_room_for_large_runs():
     run = runs.recite(builder="copying", prompt=(runs.PROMPT * 21)[:4096], batch=64, tokens=1)
     assert run.accuracy == 1.0
+
+
+@pytest.mark.parametrize("field", ["tile_scheduler_metadata", "num_splits"])
+def test_block_life_comes_from_the_allocators_history(field):
+    stays = runs.block_life(runs.recite(builder="regressed", batch=2, tokens=16, life="lucky", theft_step=6), field)
+    assert [stay for stay in stays if stay[1] >= 0] == [("each step's plan, by luck", 0, 6), ("logprobs", 6, 16)]
+    assert "capture" in [owner for owner, begin, _ in stays if begin < 0]
+    assert all(end == begin for (_, _, end), (_, begin, _) in zip(stays, stays[1:]))
+
+
+def test_a_persistent_buffer_has_one_owner_from_capture_to_the_end():
+    stays = runs.block_life(runs.recite(builder="copying", batch=2, tokens=16, life="taken"), "num_splits")
+    assert stays[-1][0] == "capture" and stays[-1][1] < 0 and stays[-1][2] == 16

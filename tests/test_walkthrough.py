@@ -1,13 +1,16 @@
 """The runner is strict: whatever is not a claim that held gets one clear report and a non-zero exit."""
 
 import json
+import multiprocessing
 import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import nbformat
 import pytest
 
 from stalegraph import cli
-from stalegraph.walkthrough import choose, run_walkthrough
+from stalegraph.walkthrough import choose, execute, run_walkthrough
 from stalegraph.walkthrough.notebook import read
 
 FIRST = "# A question?\n\n**Claim:** Two and two make four."
@@ -74,6 +77,22 @@ def test_a_cell_that_leaves_early_is_never_green(folder, tmp_path, source):
     assert one.verdict == "broken" and one.trouble.heading == "Leaving" and one.trouble.message
 
 
+def test_a_cell_that_was_skipped_is_never_green(folder, tmp_path):
+    write(folder, ("md", "## Skipped"), ("code", "assert two == 3"))
+    book = nbformat.read(folder / "01_small.ipynb", as_version=4)
+    book.cells[-1].metadata["tags"] = ["skip-execution"]  # nbclient passes over such a cell without a word
+    nbformat.write(book, folder / "01_small.ipynb")
+    (one,), _ = run(folder, tmp_path)
+    assert one.verdict == "broken" and one.trouble.heading == "Skipped" and "never ran" in one.trouble.message
+
+
+@pytest.mark.parametrize("source", ["exit()", "quit"])
+def test_after_a_shell_exit_the_last_cell_still_decides(folder, tmp_path, source):
+    write(folder, ("code", source), ("code", "assert two == 3"))
+    (one,), _ = run(folder, tmp_path)
+    assert one.verdict == "does not hold"
+
+
 def test_a_cell_that_hangs_is_stopped(folder, tmp_path):
     write(folder, ("code", "while True: pass"), ("code", "assert two == 2"))
     (one,), _ = run(folder, tmp_path, timeout=2)
@@ -129,6 +148,9 @@ def test_the_command_exits_1_when_a_claim_fails(folder, tmp_path, monkeypatch, c
         (["--prompt-file", "nowhere.txt"], "prompt-file is 'nowhere.txt', which is no file"),
         (["--sm-count", "0"], "sm-count is '0'; allowed: an integer from 1 to 1024"),
         (["--sm-count", "many"], "sm-count is 'many'"),
+        (["--set", "two=many"], "two is 'many'; allowed: int, such as 2"),
+        (["--set", "two=True"], "two is True; allowed: int, such as 2"),
+        (["--set", "rung=moon"], "rung is 'moon'; allowed: sim, flashmla, vllm"),
     ],
 )
 def test_bad_input_exits_2_in_one_line_and_writes_nothing(folder, tmp_path, monkeypatch, capsys, words, message):
@@ -153,6 +175,80 @@ def test_a_rung_that_this_machine_lacks_says_what_is_missing(folder, tmp_path, m
     monkeypatch.setattr(module, "available", lambda lib: {"sim": None, "flashmla": "no CUDA device", "vllm": None})
     assert command(folder, tmp_path, monkeypatch, "--rung", "flashmla") == 2
     assert "rung flashmla cannot run on this machine: no CUDA device" in capsys.readouterr().err
+
+
+def test_an_unknown_builder_is_refused_before_anything_runs(tmp_path, capsys):
+    words = ["walkthrough", "--only", "01", "--set", "builder=nonsense", "--out", str(tmp_path / "report" / "out")]
+    assert cli.main(words) == 2 and not (tmp_path / "report").exists()
+    assert "builder is 'nonsense'; allowed: regressed, copying, inplace, ingraph" in capsys.readouterr().err
+
+
+def test_a_parameter_that_a_notebook_refuses_exits_2_and_the_earlier_report_stays(folder, tmp_path, monkeypatch, capsys):
+    refusal = "from stalegraph.errors import UsageError\nif two > 2: raise UsageError(f'two is {two}; allowed: 1 or 2')"
+    write(folder, ("code", refusal), ("code", "assert two == 2"))
+    assert command(folder, tmp_path, monkeypatch) == 0
+    before = (tmp_path / "report" / "out" / "index.html").read_bytes()
+    assert command(folder, tmp_path, monkeypatch, "--set", "two=3") == 2
+    assert capsys.readouterr().err.endswith("stalegraph walkthrough: 01_small: two is 3; allowed: 1 or 2\n")
+    assert (tmp_path / "report" / "out" / "index.html").read_bytes() == before
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_is_no_report_is_never_replaced(folder, tmp_path, monkeypatch, capsys, what):
+    write(folder, ("code", "assert two == 2"))
+    precious = tmp_path / "report" / "out"
+    precious.parent.mkdir()
+    kept = precious if what == "file" else precious / "thesis.txt"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("years of work")
+    assert command(folder, tmp_path, monkeypatch) == 2
+    assert "which holds something else; allowed: a new folder, or an earlier report" in capsys.readouterr().err
+    assert kept.read_text() == "years of work"
+
+
+def test_the_kernel_is_this_environments_whatever_the_user_has_installed(folder, tmp_path, monkeypatch):
+    home = tmp_path / "jupyter"
+    (home / "kernels" / "python3").mkdir(parents=True)
+    (home / "kernels" / "python3" / "kernel.json").write_text(
+        json.dumps({"argv": ["/nowhere/python", "{connection_file}"], "display_name": "other", "language": "python"})
+    )
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(home))
+    monkeypatch.setenv("JUPYTER_PATH", str(home))
+    write(folder, ("code", "import sys\nprint(sys.prefix)"), ("code", "assert two == 2"))
+    one = apart(folder, tmp_path)
+    assert one.verdict == "held", str(one.trouble)
+    assert sys.prefix in (tmp_path / "01_small.ipynb").read_text()
+
+
+def apart(folder, tmp_path):
+    """One notebook in a process that has this test's environment; the runner's own server keeps the one it began with."""
+    (one,) = choose(None, folder)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(execute, one.path, tmp_path / one.path.name, one.title, one.claim, {}).result()
+
+
+def test_a_killed_runner_is_a_broken_notebook_and_the_others_go_on(folder, tmp_path):
+    write(folder, ("code", "import os\nos.kill(os.getppid(), 9)"), ("code", "assert two == 2"))
+    write(folder, ("code", "assert two == 2"), name="02_small")
+    (first, second), _ = run(folder, tmp_path)
+    assert first.verdict == "broken" and "was killed" in first.trouble.message and second.verdict == "held"
+    assert "was killed" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_file_that_is_no_notebook_is_broken(folder, tmp_path):
+    (folder / "01_small.ipynb").write_text("not JSON")
+    (one,), _ = run(folder, tmp_path)
+    assert one.verdict == "broken" and "this file is no notebook" in one.trouble.message
+
+
+def test_the_index_links_only_to_pages_that_exist_and_shows_code_as_code(folder, tmp_path):
+    write(folder, ("code", "assert two == 2"), first="# A question?\n\n**Claim:** `two` is < 3.")
+    (folder / "02_small.ipynb").write_text("not JSON")
+    run(folder, tmp_path)
+    index = (tmp_path / "out" / "index.html").read_text()
+    assert "<code>two</code> is &lt; 3." in index and "width=device-width" in index
+    assert re.findall(r'href="([^"]+)"', index) == ["01_small.html"]
 
 
 def test_a_failed_run_replaces_the_report_as_a_whole(folder, tmp_path):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stalegraph.schedule import work_items
 
@@ -74,6 +76,25 @@ def visible(byte: int) -> str:
     return chr(byte) if 32 <= byte < 127 else "·"
 
 
+def glyphs(text: bytes) -> list[tuple[int, int, str]]:
+    """What to show for `text`: (first byte, bytes taken, character); what is no UTF-8, or has no glyph here, is dots."""
+    drawable = get_font(findfont("monospace")).get_char_index
+    found, at = [], 0
+    while at < len(text):
+        size = next((n for n, lead in ((2, 0xC0), (3, 0xE0), (4, 0xF0)) if lead <= text[at] < lead + (0x20 >> (n - 2))), 1)
+        try:
+            shown = text[at : at + size].decode("utf-8")
+        except UnicodeDecodeError:
+            shown = ""
+        if size > 1 and len(shown) == 1 and shown.isprintable() and drawable(ord(shown)):
+            found.append((at, size, shown))
+            at += size
+        else:
+            found.append((at, 1, visible(text[at])))
+            at += 1
+    return found
+
+
 @dataclass(frozen=True)
 class TextRow:
     """One text to draw: its label, its bytes, and which of them are right; `role` is a key of ROLES."""
@@ -90,14 +111,14 @@ def draw_text(rows: list[TextRow], ax: Axes, columns: int = 72, limit: int = 144
     for row in rows:
         ax.text(0, y, row.label, color=ROLES[row.role]["color"], fontsize=9, fontweight="bold", va="center")
         y += 1.1
-        for at, byte in enumerate(row.text[:limit]):
+        for at in (at for at in range(min(len(row.text), limit)) if not row.right[at]):
             x, line = at % columns, y + at // columns
-            wrong = not row.right[at]
-            if wrong:
-                ax.add_patch(Rectangle((x - 0.5, line - 0.5), 1, 1, facecolor="#f7d9c6", edgecolor="none"))
-                ax.plot([x - 0.4, x + 0.4], [line + 0.35, line + 0.35], color=WRONG, linewidth=1)
-            ax.text(x, line, visible(byte), family="monospace", fontsize=10.5, ha="center", va="center",
-                    color=WRONG if wrong else INK)  # fmt: skip
+            ax.add_patch(Rectangle((x - 0.5, line - 0.5), 1, 1, facecolor="#f7d9c6", edgecolor="none"))
+            ax.plot([x - 0.4, x + 0.4], [line + 0.35, line + 0.35], color=WRONG, linewidth=1)
+        for at, size, shown in glyphs(row.text[:limit]):
+            x, line = at % columns, y + at // columns
+            ax.text(x + min(size - 1, columns - 1 - x) / 2, line, shown, family="monospace", fontsize=10.5, ha="center",
+                    va="center", color=INK if all(row.right[at : at + size]) else WRONG)  # fmt: skip
         lines = max(1, -(-min(len(row.text), limit) // columns))
         y += lines + 0.6
     ax.set_xlim(-1, columns)
@@ -182,13 +203,14 @@ def draw_block_life(stays: list[Stay], ax: Axes, title: str) -> Axes:
         ax.add_patch(Rectangle((stay.begin, y - 0.3), stay.end - stay.begin, 0.6, facecolor=face, edgecolor=color,
                                linestyle="--" if stay.role == "wrong" else "-", hatch="///" if stay.role == "padding" else None,
                                linewidth=1.2))  # fmt: skip
-        if stay.end - stay.begin > 0.12 * span:
+        if stay.end - stay.begin > 0.011 * span * len(stay.owner):
             ax.text((stay.begin + stay.end) / 2, y, stay.owner, ha="center", va="center", fontsize=8, color=INK,
                     bbox=dict(facecolor="white", edgecolor="none", pad=1, alpha=0.85) if stay.role == "padding" else None)  # fmt: skip
     ax.set_xlim(min(stay.begin for stay in stays), max(stay.end for stay in stays))
     ax.set_ylim(len(blocks) - 0.5, -0.5)
     ax.set_yticks(range(len(blocks)), blocks)
-    return _label(ax, title, xlabel="decode step (before 0: capture)")
+    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= ax.get_xlim()[1]])
+    return _label(ax, title, xlabel="decode step (left of 0: at capture, in order, not to scale)")
 
 
 def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role: str = "right", parts: int = 40) -> Axes:
@@ -201,7 +223,7 @@ def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role:
     height = [0] * parts
     for item in items:
         for _ in range(max(item.block_end - item.block_begin, 0)):
-            shade = "#d6e8f5" if role != "wrong" else "#f7d9c6"
+            shade = {"right": "#d6e8f5", "wrong": "#f7d9c6", "eager": "#eeeeee"}[role]
             ax.add_patch(Rectangle((item.part - 0.45, height[item.part]), 0.9, 1, facecolor=shade, edgecolor=color,
                                    linestyle="--" if role == "wrong" else "-", linewidth=0.9))  # fmt: skip
             ax.text(item.part, height[item.part] + 0.5, str(item.request), ha="center", va="center", fontsize=6.5, color=INK)
@@ -211,6 +233,8 @@ def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role:
     ax.set_ylim(0, tallest + 0.3)
     ax.set_yticks(range(0, tallest + 1, max(1, tallest // 4)))
     done = sum(height)
+    if done == 0:
+        ax.text(parts / 2, tallest / 2, "no SM part does anything", ha="center", va="center", color=color, fontsize=10)
     return _label(ax, f"{title}: {done} KV blocks done", xlabel=f"SM part (first {parts})", ylabel="KV blocks")
 
 
@@ -250,7 +274,26 @@ def draw_lines(curves: dict[str, list[tuple[float, float]]], roles: dict[str, st
     if log:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        ax.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
     return _label(ax, title, xlabel=xlabel, ylabel=ylabel)
+
+
+def draw_empty_rows(rows: list[tuple[str, list[int]]], ax: Axes, title: str) -> Axes:
+    """A block table of (kind, pages) rows; an arrow from each row that is padded to the entry that it reads, the row before's last."""
+    columns = len(rows[0][1])
+    for y, (kind, pages) in enumerate(rows):
+        color = ROLES["right" if kind == "live" else "wrong"]["color"]
+        for x, page in enumerate(pages):
+            ax.text(x, y, str(page), ha="center", va="center", color=color, fontsize=12)
+        if y and kind == "padded":
+            read = ROLES["right" if rows[y - 1][0] == "live" else "wrong"]
+            ax.annotate("", (columns - 0.75, y - 0.72), (-0.3, y - 0.34),
+                        arrowprops=dict(arrowstyle="->", color=read["color"], linestyle=read["linestyle"]))  # fmt: skip
+    ax.set_yticks(range(len(rows)), [kind for kind, _ in rows])
+    return _label(ax, title, xlim=(-1, columns), ylim=(len(rows) - 0.5, -0.5), xticks=range(columns), xlabel="column")
 
 
 def draw_diff(diff: str, ax: Axes, title: str) -> Axes:

@@ -72,6 +72,36 @@ def recite(
     )  # fmt: skip
 
 
+def block_life(run: decode.DecodeRun, field: str) -> list[tuple[str, float, float]]:
+    """Who owned the block in which the graph reads `field`: (owner, begin, end) in decode steps, from the allocator's history.
+
+    Before step 0 stand the owners of the capture's time, evenly and in order: no step tells them apart.
+    """
+    at = {one.step: one for one in run.addresses if one.field == field}
+    if not at:  # the run ended before its first step
+        return []
+    address = at[0].captured
+    events = [one for one in run.history if one["address"] == address and one["action"] in ("alloc", "free")]
+    early = [one for one in events if one["step"] == 0]
+    if early and early[-1]["action"] == "alloc" and not (early[-1]["label"] or "").endswith("at capture"):
+        early.pop()  # this one is step 0's own
+    begins = [run.tokens / 8 * (order / len(early) - 1) for order in range(len(early))]
+    begins += [float(one["step"]) for one in events[len(early):]]
+    stays: list[tuple[str, float, float]] = []
+    for event, begin, end in zip(events, begins, [*begins[1:], float(run.tokens)]):
+        if event["action"] == "free":
+            owner = "nobody"
+        elif event["label"]:
+            owner = event["label"].replace(f"{field} at capture", "capture")
+        else:
+            owner = "others" if begin < 0 else "each step's plan, by luck" if int(begin) in at and at[int(begin)].built == address else "others"
+        if end > begin and stays and stays[-1][0] == owner:
+            stays[-1] = owner, stays[-1][1], end
+        elif end > begin:
+            stays.append((owner, begin, end))
+    return stays
+
+
 def publish(name: str, **facts) -> None:
     """Hand a result of a notebook to whoever runs it, as JSON beside one line of text."""
     from IPython.display import display

@@ -25,6 +25,8 @@ img { max-width: 100%; height: auto; }
 @media (max-width: 44rem) {
   body { font-size: 16px; padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; }
   .jp-RenderedImage, .output_png { overflow-x: auto; } .jp-RenderedImage img, .output_png img { max-width: none; width: 44rem; }
+  .claims thead { display: none; } .claims tr { display: block; border-bottom: 1px solid #d8d8d4; padding: .5rem 0; }
+  .claims td { display: block; border: 0; padding: .1rem 0; } .claims td:last-child::after { content: " s"; }
 }
 table { border-collapse: collapse; font: 14px/1.4 system-ui, sans-serif; margin: .8rem 0; display: block; overflow-x: auto; }
 th, td { border-bottom: 1px solid #d8d8d4; padding: .3rem .7rem; text-align: left; vertical-align: top; }
@@ -72,14 +74,16 @@ def write_index(target: Path, outcomes, provenance: dict) -> None:
     for one in outcomes:
         kind = "held" if one.held else "not"
         what = one.verdict if one.trouble is None else f"{one.verdict}: {one.trouble}"
+        name = html.escape(one.notebook)
+        page = f'<a href="{name}.html">{name}</a>' if target.with_name(f"{one.notebook}.html").is_file() else name
         rows.append(
-            f'<tr><td><a href="{one.notebook}.html">{html.escape(one.notebook)}</a></td><td>{_inline(one.claim)}</td>'
+            f'<tr><td>{page}</td><td>{_inline(one.claim)}</td>'
             f'<td class="{kind}">{html.escape(what)}</td><td>{one.seconds:.1f}</td></tr>'
         )
     facts = "".join(f"<li>{html.escape(str(key))}: {html.escape(str(value))}</li>" for key, value in provenance.items())
     body = (
         "<h1>CUDA graphs that replay stale addresses</h1><p>Each notebook asks one question and asserts one claim.</p>"
-        f"<table><thead><tr><th>notebook</th><th>claim</th><th>verdict</th><th>seconds</th></tr></thead>"
+        f'<table class="claims"><thead><tr><th>notebook</th><th>claim</th><th>verdict</th><th>seconds</th></tr></thead>'
         f'<tbody>{"".join(rows)}</tbody></table><ul class="provenance">{facts}</ul>'
     )
     target.write_text(_document(_TITLE, body), encoding="utf-8")

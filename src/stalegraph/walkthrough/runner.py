@@ -154,12 +154,10 @@ def _trouble(cells, raised) -> Trouble | None:
         if error.ename == "KeyboardInterrupt" and raised is not None:
             message = raised[2]  # the runner interrupted it, and knows why
     else:
-        # The kernel was gone: the cell that it was in is the last one begun, or the first that has no count.
+        # Passed over, or the kernel was gone: the cell that it was in is the first that has no count, or the last one.
         at = unrun[0] if unrun else code[-1]
-        if raised is None and at > 0 and any(cells[one].execution_count for one in code if one < at):
-            at = max(one for one in code if one < at)
         line = ""
-        message = raised[2] if raised else "the notebook exited here and the cells below never ran"
+        message = raised[2] if raised else "this cell never ran"
     return Trouble(at + 1, _heading(cells, at), line, message, at == code[-1])
 
 
