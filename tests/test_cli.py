@@ -37,7 +37,7 @@ def test_the_users_mistake_is_one_line_without_a_traceback():
 
 
 def test_commands_are_imported_only_when_asked_for():
-    code = "import sys, stalegraph.cli; print([name for name in sys.modules if name.split('.')[0] in ('torch', 'matplotlib')])"
+    code = "import sys, stalegraph.cli; print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -56,5 +56,5 @@ def test_a_missing_extra_is_named_in_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli.importlib, "import_module", absent)
     assert cli.main(["walkthrough"]) == 2
-    error = capsys.readouterr().err
-    assert error == "stalegraph walkthrough: No module named 'nbformat'; pip install 'stalegraph[notebooks]' brings it\n"
+    wanted = "No module named 'nbformat'; pip install 'stalegraph[notebooks]' brings it"
+    assert capsys.readouterr().err == f"stalegraph walkthrough: {wanted}\n"

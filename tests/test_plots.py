@@ -47,13 +47,16 @@ def test_every_byte_is_shown_once():
 def test_accuracy_lines_are_labelled_at_their_ends(ax):
     curves = [plots.Curve("eager", [1.0] * 5, "eager"), plots.Curve("graph", [1.0, 0.0, 0.0, 0.0, 0.0], "wrong")]
     plots.draw_accuracy(curves, ax, "title")
-    assert texts(ax) == ["eager", "graph"] and [list(line.get_ydata()) for line in ax.lines] == [c.values for c in curves]
+    assert texts(ax) == ["eager", "graph"]
+    assert [list(line.get_ydata()) for line in ax.lines] == [curve.values for curve in curves]
     assert ax.lines[1].get_linestyle() == "--" and ax.lines[1].get_marker() == "x"
     assert ax.get_title(loc="left") == "title"
 
 
 def test_address_map_has_a_slot_for_each_address(ax):
-    places = [plots.Place("capture", "seq_lens", 0x1000, 4, "right"), plots.Place("now", "seq_lens", 0x2000, 4, "wrong")]
+    places = [
+        plots.Place("capture", "seq_lens", 0x1000, 4, "right"), plots.Place("now", "seq_lens", 0x2000, 4, "wrong")
+    ]  # fmt: skip
     plots.draw_address_map(places, ax, "moved")
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0x1000", "0x2000"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["capture", "now"]

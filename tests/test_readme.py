@@ -68,7 +68,8 @@ def test_make_commands_parse(command):
 
 
 def test_paths_exist():
-    paths = set(re.findall(r"(?:notebooks|repro|src|tests)/[\w./-]*\w", README)) | {"LICENSE", "CONTRIBUTING.md", "environment.yml"}
+    paths = set(re.findall(r"(?:notebooks|repro|src|tests)/[\w./-]*\w", README))
+    paths |= {"LICENSE", "CONTRIBUTING.md", "environment.yml"}
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
     assert (ROOT / "CONTRIBUTING.md").stat().st_size <= 4096  # the README recites it
 

@@ -13,6 +13,7 @@ from stalegraph import cli
 from stalegraph.walkthrough import choose, execute, run_walkthrough
 from stalegraph.walkthrough.notebook import read
 
+LEAVING = ["import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"]
 FIRST = "# A question?\n\n**Claim:** Two and two make four."
 
 
@@ -49,18 +50,20 @@ def test_a_claim_that_holds(folder, tmp_path):
 
 
 def test_pages_load_nothing_from_outside(folder, tmp_path):
-    write(folder, ("code", "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()"), ("code", "assert two == 2"))
+    drawing = "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()"
+    write(folder, ("code", drawing), ("code", "assert two == 2"))
     run(folder, tmp_path)
     for page in (tmp_path / "out").glob("*.html"):
-        loads = re.findall(r"""(?:src|href)\s*=\s*["'](?!data:|#|\w+\.html)([^"']+)|@import|url\((?!data:)""", page.read_text())
-        assert loads == [] and "<script" not in page.read_text()
+        outside = r"""(?:src|href)\s*=\s*["'](?!data:|#|\w+\.html)[^"']+|@import|url\((?!data:)"""
+        assert re.findall(outside, page.read_text()) == [] and "<script" not in page.read_text()
 
 
 def test_a_claim_that_does_not_hold_is_told_from_a_broken_notebook(folder, tmp_path):
     write(folder, ("md", "## The sum"), ("code", "assert two + two == 4, 'sum is off'"))
     (one,), _ = run(folder, tmp_path, {"two": 3})
     assert one.verdict == "does not hold"
-    assert str(one.trouble) == "cell 5, under 'The sum': assert two + two == 4, 'sum is off': AssertionError: sum is off"
+    line = "assert two + two == 4, 'sum is off'"
+    assert str(one.trouble) == f"cell 5, under 'The sum': {line}: AssertionError: sum is off"
 
 
 def test_an_error_names_cell_heading_and_line(folder, tmp_path):
@@ -70,7 +73,7 @@ def test_an_error_names_cell_heading_and_line(folder, tmp_path):
     assert "ZeroDivisionError" in one.trouble.message and one.trouble.cell == 4
 
 
-@pytest.mark.parametrize("source", ["import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("source", LEAVING)
 def test_a_cell_that_leaves_early_is_never_green(folder, tmp_path, source):
     write(folder, ("md", "## Leaving"), ("code", source), ("code", "assert two == 2"))
     (one,), _ = run(folder, tmp_path)
@@ -114,7 +117,8 @@ def test_a_malformed_notebook_is_broken_before_it_runs(folder, tmp_path, change,
 
 
 def test_results_reach_the_caller(folder, tmp_path):
-    write(folder, ("code", "from stalegraph.runs import publish\npublish('sum', value=two + two)"), ("code", "assert two == 2"))
+    telling = "from stalegraph.runs import publish\npublish('sum', value=two + two)"
+    write(folder, ("code", telling), ("code", "assert two == 2"))
     (one,), _ = run(folder, tmp_path)
     assert one.results == [{"name": "sum", "value": 4}]
 
@@ -142,7 +146,6 @@ def test_the_command_exits_1_when_a_claim_fails(folder, tmp_path, monkeypatch, c
     [
         (["--set", "tow=3"], "no notebook chosen has a parameter 'tow'; allowed: two"),
         (["--set", "two"], "set is 'two'; allowed: NAME=VALUE"),
-        (["--set", "two=abc"], "two is 'abc'; allowed: int, such as 2"),
         (["--only", "09"], "only is '09'; allowed: 01_small or their numbers"),
         (["--rung", "moon"], "rung is 'moon'; allowed: sim, flashmla, vllm"),
         (["--prompt-file", "nowhere.txt"], "prompt-file is 'nowhere.txt', which is no file"),
@@ -160,12 +163,12 @@ def test_bad_input_exits_2_in_one_line_and_writes_nothing(folder, tmp_path, monk
     assert message in error and error.count("\n") == 1 and not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize("content,message", [(b"", "prompt has 0 bytes; allowed: 1 to 4096"), (b"x" * 4097, "prompt has 4097 bytes")])
-def test_a_prompt_file_of_the_wrong_size(folder, tmp_path, monkeypatch, capsys, content, message):
+@pytest.mark.parametrize("size", [0, 4097])
+def test_a_prompt_file_of_the_wrong_size(folder, tmp_path, monkeypatch, capsys, size):
     write(folder, ("code", "assert two == 2"))
-    (tmp_path / "text").write_bytes(content)
+    (tmp_path / "text").write_bytes(b"x" * size)
     assert command(folder, tmp_path, monkeypatch, "--prompt-file", str(tmp_path / "text")) == 2
-    assert message in capsys.readouterr().err
+    assert f"prompt has {size} bytes; allowed: 1 to 4096" in capsys.readouterr().err
 
 
 def test_a_rung_that_this_machine_lacks_says_what_is_missing(folder, tmp_path, monkeypatch, capsys):
@@ -183,7 +186,7 @@ def test_an_unknown_builder_is_refused_before_anything_runs(tmp_path, capsys):
     assert "builder is 'nonsense'; allowed: regressed, copying, inplace, ingraph" in capsys.readouterr().err
 
 
-def test_a_parameter_that_a_notebook_refuses_exits_2_and_the_earlier_report_stays(folder, tmp_path, monkeypatch, capsys):
+def test_a_parameter_that_a_notebook_refuses_leaves_the_earlier_report(folder, tmp_path, monkeypatch, capsys):
     refusal = "from stalegraph.errors import UsageError\nif two > 2: raise UsageError(f'two is {two}; allowed: 1 or 2')"
     write(folder, ("code", refusal), ("code", "assert two == 2"))
     assert command(folder, tmp_path, monkeypatch) == 0
@@ -222,7 +225,7 @@ def test_the_kernel_is_this_environments_whatever_the_user_has_installed(folder,
 
 
 def apart(folder, tmp_path):
-    """One notebook in a process that has this test's environment; the runner's own server keeps the one it began with."""
+    """One notebook in a process with this test's environment; the runner's own server keeps the one it began with."""
     (one,) = choose(None, folder)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(execute, one.path, tmp_path / one.path.name, one.title, one.claim, {}).result()
@@ -266,17 +269,3 @@ def test_parameters_must_be_plain_literals(folder):
     book.cells[1].source = "two = len('ab')"
     nbformat.write(book, folder / "01_small.ipynb")
     assert "not plain literals" in read(folder / "01_small.ipynb").problem
-
-
-def test_a_folder_that_holds_something_else_is_not_replaced(folder, tmp_path, monkeypatch, capsys):
-    write(folder, ("code", "assert two == 2"))
-    other = tmp_path / "report" / "out"
-    other.mkdir(parents=True)
-    (other / "thesis.txt").write_text("years of work")
-    assert command(folder, tmp_path, monkeypatch) == 2
-    assert "holds something else" in capsys.readouterr().err and (other / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_file_that_is_no_notebook_is_broken(folder):
-    (folder / "01_small.ipynb").write_text("not json")
-    assert "this file is no notebook" in read(folder / "01_small.ipynb").problem

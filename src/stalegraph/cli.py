@@ -1,7 +1,7 @@
-"""The command line: `stalegraph COMMAND`; each command lives in its own module and is imported only when it is asked for.
+"""The command line: `stalegraph COMMAND`; each command has a module, imported only when it is asked for.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 right, 1 wrong, 2 usage, 130 interrupted; `reproduce` adds
-125, cannot tell.
+Results go to stdout, everything else to stderr. Exit codes: 0 right, 1 wrong, 2 usage, 130 interrupted;
+`reproduce` adds 125, cannot tell.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stalegraph.errors import StalegraphError
 
 COMMANDS = {
     "walkthrough": ("stalegraph.walkthrough", "run the notebooks through papermill and check every claim"),
-    "reproduce": ("stalegraph.vllm.reproduce", "reproduce vLLM #33638 on a rung; exit 0 right, 1 wrong, 125 cannot tell"),
+    "reproduce": ("stalegraph.vllm.reproduce", "reproduce vLLM #33638; exit 0 right, 1 wrong, 125 cannot tell"),
     "doctor": ("stalegraph.vllm.doctor", "say what this machine has and whether its vLLM is affected"),
     "audit": ("stalegraph.audit.cli", "run a script and report stale addresses in the graphs it captures"),
     "scoreboard": ("stalegraph.zoo.scoreboard", "which detector finds which class of bug, from runs"),
@@ -35,7 +35,8 @@ def _exists(module: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="stalegraph", description="CUDA graphs that replay stale addresses in LLM decode.")
+    about = "CUDA graphs that replay stale addresses in LLM decode."
+    parser = argparse.ArgumentParser(prog="stalegraph", description=about)
     parser.add_argument("--version", action="version", version=f"stalegraph {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = next((word for word in argv if not word.startswith("-")), None)

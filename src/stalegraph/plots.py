@@ -1,7 +1,7 @@
-"""Figures: each takes records and an Axes, draws, and returns the Axes; it computes nothing that a record does not hold.
+"""Figures: each takes records and an Axes, draws, and returns the Axes; it computes nothing of its own.
 
-Four roles everywhere: eager black, solid, no marker; right or persistent blue, solid, circles; wrong or stale vermilion, dashed,
-crosses; padding grey, hatched.
+Four roles everywhere: eager black, solid, no marker; right or persistent blue, solid, circles; wrong or stale
+vermilion, dashed, crosses; padding grey, hatched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _SETTINGS = {
 def figure(rows: int = 1, width: float = 9.0, height: float = 3.2, columns: int = 1, **ratios):
     """(figure, axes) in the house style; `axes` is one Axes or an array of them."""
     with pyplot.rc_context(_SETTINGS):
-        fig, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", gridspec_kw=ratios or None)
+        fig, axes = pyplot.subplots(
+            rows, columns, figsize=(width, height), layout="constrained", gridspec_kw=ratios or None
+        )
     return fig, axes
 
 
@@ -76,12 +78,15 @@ def visible(byte: int) -> str:
     return chr(byte) if 32 <= byte < 127 else "·"
 
 
+_LEADS = ((2, 0xC0, 0xE0), (3, 0xE0, 0xF0), (4, 0xF0, 0xF8))  # bytes of a character by its first: from, to (exclusive)
+
+
 def glyphs(text: bytes) -> list[tuple[int, int, str]]:
-    """What to show for `text`: (first byte, bytes taken, character); what is no UTF-8, or has no glyph here, is dots."""
+    """What to show for `text`: (first byte, bytes taken, character); what is no UTF-8 or has no glyph is dots."""
     drawable = get_font(findfont("monospace")).get_char_index
     found, at = [], 0
     while at < len(text):
-        size = next((n for n, lead in ((2, 0xC0), (3, 0xE0), (4, 0xF0)) if lead <= text[at] < lead + (0x20 >> (n - 2))), 1)
+        size = next((size for size, low, high in _LEADS if low <= text[at] < high), 1)
         try:
             shown = text[at : at + size].decode("utf-8")
         except UnicodeDecodeError:
@@ -170,10 +175,11 @@ def draw_address_map(places: list[Place], ax: Axes, title: str) -> Axes:
     for place in places:
         y, x = rows.index(place.row), slot[place.address]
         wrong = place.role == "wrong"
-        ax.add_patch(Rectangle((x - 0.44, y - 0.36), 0.88, 0.72, facecolor="#f7d9c6" if wrong else "#d6e8f5",
-                               edgecolor=ROLES[place.role]["color"], linestyle="--" if wrong else "-", linewidth=1.4))  # fmt: skip
-        ax.text(x, y, place.field.replace("_", "_\n", 1) if len(place.field) > 12 else place.field, ha="center", va="center",
-                fontsize=7.5, color=INK)  # fmt: skip
+        face, edge = "#f7d9c6" if wrong else "#d6e8f5", ROLES[place.role]["color"]
+        ax.add_patch(Rectangle((x - 0.44, y - 0.36), 0.88, 0.72, facecolor=face, edgecolor=edge,
+                               linestyle="--" if wrong else "-", linewidth=1.4))  # fmt: skip
+        name = place.field.replace("_", "_\n", 1) if len(place.field) > 12 else place.field
+        ax.text(x, y, name, ha="center", va="center", fontsize=7.5, color=INK)
     ax.set_xlim(-0.6, len(addresses) - 0.4)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xticks(range(len(addresses)), [hex(address) for address in addresses], rotation=30, ha="right", fontsize=8)
@@ -201,11 +207,12 @@ def draw_block_life(stays: list[Stay], ax: Axes, title: str) -> Axes:
         color = PADDING if stay.role == "padding" else ROLES[stay.role]["color"]
         face = {"right": "#d6e8f5", "wrong": "#f7d9c6", "padding": "#ffffff", "eager": "#eeeeee"}[stay.role]
         ax.add_patch(Rectangle((stay.begin, y - 0.3), stay.end - stay.begin, 0.6, facecolor=face, edgecolor=color,
-                               linestyle="--" if stay.role == "wrong" else "-", hatch="///" if stay.role == "padding" else None,
-                               linewidth=1.2))  # fmt: skip
+                               linestyle="--" if stay.role == "wrong" else "-",
+                               hatch="///" if stay.role == "padding" else None, linewidth=1.2))  # fmt: skip
         if stay.end - stay.begin > 0.011 * span * len(stay.owner):
-            ax.text((stay.begin + stay.end) / 2, y, stay.owner, ha="center", va="center", fontsize=8, color=INK,
-                    bbox=dict(facecolor="white", edgecolor="none", pad=1, alpha=0.85) if stay.role == "padding" else None)  # fmt: skip
+            ground = dict(facecolor="white", edgecolor="none", pad=1, alpha=0.85) if stay.role == "padding" else None
+            middle = (stay.begin + stay.end) / 2
+            ax.text(middle, y, stay.owner, ha="center", va="center", fontsize=8, color=INK, bbox=ground)
     ax.set_xlim(min(stay.begin for stay in stays), max(stay.end for stay in stays))
     ax.set_ylim(len(blocks) - 0.5, -0.5)
     ax.set_yticks(range(len(blocks)), blocks)
@@ -213,7 +220,9 @@ def draw_block_life(stays: list[Stay], ax: Axes, title: str) -> Axes:
     return _label(ax, title, xlabel="decode step (left of 0: at capture, in order, not to scale)")
 
 
-def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role: str = "right", parts: int = 40) -> Axes:
+def draw_schedule(
+    seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role: str = "right", parts: int = 40
+) -> Axes:
     """A schedule as lanes: one column an SM part, one cell a KV block it does, coloured by role, numbered by request.
 
     Only the first `parts` parts are drawn. Parts that do nothing stay empty.
@@ -226,7 +235,8 @@ def draw_schedule(seq_lens, tile_scheduler_metadata, ax: Axes, title: str, role:
             shade = {"right": "#d6e8f5", "wrong": "#f7d9c6", "eager": "#eeeeee"}[role]
             ax.add_patch(Rectangle((item.part - 0.45, height[item.part]), 0.9, 1, facecolor=shade, edgecolor=color,
                                    linestyle="--" if role == "wrong" else "-", linewidth=0.9))  # fmt: skip
-            ax.text(item.part, height[item.part] + 0.5, str(item.request), ha="center", va="center", fontsize=6.5, color=INK)
+            ax.text(item.part, height[item.part] + 0.5, str(item.request), ha="center", va="center", fontsize=6.5,
+                    color=INK)  # fmt: skip
             height[item.part] += 1
     ax.set_xlim(-0.7, parts - 0.3)
     tallest = max(2, max(height, default=0))
@@ -261,7 +271,9 @@ def draw_bars(bars: list[Bar], ax: Axes, title: str, unit: str) -> Axes:
     return _label(ax, title, xlabel=unit)
 
 
-def draw_lines(curves: dict[str, list[tuple[float, float]]], roles: dict[str, str], ax: Axes, title, xlabel, ylabel, log=False) -> Axes:
+def draw_lines(
+    curves: dict[str, list[tuple[float, float]]], roles: dict[str, str], ax: Axes, title, xlabel, ylabel, log=False
+) -> Axes:
     """Lines over a measured x, labelled at their ends; both axes logarithmic if `log`."""
     shapes = ["o", "s", "^", "D", "v", "P"]
     for at, (label, points) in enumerate(curves.items()):
@@ -269,8 +281,8 @@ def draw_lines(curves: dict[str, list[tuple[float, float]]], roles: dict[str, st
         style["marker"] = style["marker"] and shapes[at % len(shapes)] if style["marker"] != "x" else "x"
         xs, ys = zip(*points)
         ax.plot(xs, ys, **style, markersize=4, linewidth=1.4)
-        ax.annotate(label, (xs[-1], ys[-1]), xytext=(6, 0), textcoords="offset points", color=style["color"], va="center",
-                    fontsize=9, annotation_clip=False)  # fmt: skip
+        ax.annotate(label, (xs[-1], ys[-1]), xytext=(6, 0), textcoords="offset points", color=style["color"],
+                    va="center", fontsize=9, annotation_clip=False)  # fmt: skip
     if log:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -282,7 +294,7 @@ def draw_lines(curves: dict[str, list[tuple[float, float]]], roles: dict[str, st
 
 
 def draw_empty_rows(rows: list[tuple[str, list[int]]], ax: Axes, title: str) -> Axes:
-    """A block table of (kind, pages) rows; an arrow from each row that is padded to the entry that it reads, the row before's last."""
+    """A block table of (kind, pages) rows; an arrow from each padded row to the entry that it reads."""
     columns = len(rows[0][1])
     for y, (kind, pages) in enumerate(rows):
         color = ROLES["right" if kind == "live" else "wrong"]["color"]

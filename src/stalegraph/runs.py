@@ -1,4 +1,4 @@
-"""Runs for notebooks and reports: one call that opens a rung, recites, and comes back with a record even from a crash."""
+"""Runs for notebooks and reports: one call opens a rung, recites, and comes back with a record even from a crash."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stalegraph.reciter import MAX_PROMPT, check_prompt
 from stalegraph.rungs import open_rung
 
 PROMPT = (
-    b"A graph keeps the address that it saw, and not the tensor that the address held. When the tensor is gone the address "
-    b"stays, and whoever moves in is read in its place. So keep what you capture, or capture what you keep. "
+    b"A graph keeps the address that it saw, and not the tensor that the address held. When the tensor is gone the "
+    b"address stays, and whoever moves in is read in its place. So keep what you capture, or capture what you keep. "
 )[:204]
 RESULT = "application/vnd.stalegraph+json"
 SECONDS = 300  # a child that takes longer has hung
@@ -25,20 +25,24 @@ def prompt_text(prompt_file: str = "") -> bytes:
         return PROMPT
     path = Path(prompt_file)
     if not path.is_file():
-        raise UsageError(f"prompt_file is {prompt_file!r}, which is no file; allowed: a file of 1 to {MAX_PROMPT} bytes")
+        allowed = f"a file of 1 to {MAX_PROMPT} bytes"
+        raise UsageError(f"prompt_file is {prompt_file!r}, which is no file; allowed: {allowed}")
     return check_prompt(path.read_bytes())
 
 
 def memory_bytes(prompt: bytes, batch: int, tokens: int) -> int:
-    """How much memory the simulated device needs for a run: a gigabyte, or what the cache takes and half of that again."""
+    """Bytes of memory that the simulated device needs for a run: a gigabyte, or what the cache takes and half again."""
     cache = 576 * batch * (len(prompt) + tokens + 64)
     return max(1 << 30, 1 << (2 * cache).bit_length())
 
 
-def recite_here(rung: str, sm_count: int | None, flashmla_lib: str | None, prompt: bytes, options: dict) -> decode.DecodeRun:
+def recite_here(
+    rung: str, sm_count: int | None, flashmla_lib: str | None, prompt: bytes, options: dict
+) -> decode.DecodeRun:
     """One decode run on `rung` in this process."""
     room = memory_bytes(prompt, options.get("batch", 1), options.get("tokens", 250))
-    with open_rung(rung, sm_count=sm_count, flashmla_lib=flashmla_lib, **({"memory_bytes": room} if rung == "sim" else {})) as device:
+    memory = {"memory_bytes": room} if rung == "sim" else {}
+    with open_rung(rung, sm_count=sm_count, flashmla_lib=flashmla_lib, **memory) as device:
         return decode.run(device, prompt=prompt, **options)
 
 
@@ -73,9 +77,10 @@ def recite(
 
 
 def block_life(run: decode.DecodeRun, field: str) -> list[tuple[str, float, float]]:
-    """Who owned the block in which the graph reads `field`: (owner, begin, end) in decode steps, from the allocator's history.
+    """Who owned the block in which the graph reads `field`: (owner, begin, end) in decode steps.
 
-    Before step 0 stand the owners of the capture's time, evenly and in order: no step tells them apart.
+    From the allocator's history. Before step 0 stand the owners of the capture's time, evenly and in order: no step
+    tells them apart.
     """
     at = {one.step: one for one in run.addresses if one.field == field}
     if not at:  # the run ended before its first step
@@ -94,7 +99,8 @@ def block_life(run: decode.DecodeRun, field: str) -> list[tuple[str, float, floa
         elif event["label"]:
             owner = event["label"].replace(f"{field} at capture", "capture")
         else:
-            owner = "others" if begin < 0 else "each step's plan, by luck" if int(begin) in at and at[int(begin)].built == address else "others"
+            built = begin >= 0 and int(begin) in at and at[int(begin)].built == address
+            owner = "each step's plan, by luck" if built else "others"
         if end > begin and stays and stays[-1][0] == owner:
             stays[-1] = owner, stays[-1][1], end
         elif end > begin:

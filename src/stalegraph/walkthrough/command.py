@@ -14,6 +14,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rung", default="sim", help=f"what runs the kernels: {', '.join(RUNGS)} (default: sim)")
     parser.add_argument("--prompt-file", help="text to recite, any 1 to 4,096 bytes (default: the notebooks' own)")
     parser.add_argument("--only", help="notebooks to run, by number or name: 01 or 01,03")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the notebooks run")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the notebooks")
     parser.add_argument("--sm-count", help="SMs of the simulated GPU: 132 an H100 or H200, 78 an H20")
     parser.add_argument("--flashmla-lib", help="FlashMLA's library, where no vLLM is installed (rung flashmla)")
     parser.add_argument("--out", default="build/walkthrough", help="where the report goes (default: build/walkthrough)")
@@ -54,7 +55,7 @@ def main(args) -> int:
     chosen = notebooks.choose(args.only)
     parameters = _parameters(args, chosen)
     _require_rung(parameters["rung"], args.flashmla_lib)
-    outcomes = run_walkthrough(chosen, parameters, Path(args.out), say=lambda line: print(line, file=sys.stderr, flush=True))
+    outcomes = run_walkthrough(chosen, parameters, Path(args.out), say=partial(print, file=sys.stderr, flush=True))
     if args.json:
         record = {"schema": SCHEMA, "rung": parameters["rung"], "held": all(one.held for one in outcomes),
                   "notebooks": [one.to_json() for one in outcomes]}  # fmt: skip
@@ -136,15 +137,15 @@ def _require_rung(rung: str, flashmla_lib) -> None:
 def run_walkthrough(chosen, parameters: dict, out: Path, say=print, timeout: int | None = None) -> list[Outcome]:
     """Run the notebooks, write their report to `out` (replaced as a whole), and return one outcome each, in order.
 
-    Each notebook gets those of `parameters` that it declares. `out` must be new, empty, or an earlier report. A parameter
-    that a notebook refuses raises UsageError, and the earlier report stays.
+    Each notebook gets those of `parameters` that it declares. `out` must be new, empty, or an earlier report. A
+    parameter that a notebook refuses raises UsageError, and the earlier report stays.
     """
     scratch = _scratch_for(out)
     try:
         outcomes = _run_all(chosen, parameters, scratch, say, timeout)
-        refused = next((one for one in outcomes if one.trouble and one.trouble.message.startswith("UsageError: ")), None)
-        if refused is not None and set(parameters) - {"rung"}:
-            raise UsageError(f"{refused.notebook}: {refused.trouble.message.removeprefix('UsageError: ')}")
+        for one in outcomes if set(parameters) - {"rung"} else ():
+            if one.trouble and one.trouble.message.startswith("UsageError: "):
+                raise UsageError(f"{one.notebook}: {one.trouble.message.removeprefix('UsageError: ')}")
         write_index(scratch / "index.html", outcomes, provenance(parameters))
         scratch.chmod(0o755)
         _put_in_place(scratch, out)
@@ -156,7 +157,8 @@ def run_walkthrough(chosen, parameters: dict, out: Path, say=print, timeout: int
 def _scratch_for(out: Path) -> Path:
     """A fresh folder beside `out`, once it is clear that `out` may be replaced."""
     if out.exists() and not (out.is_dir() and (is_report(out) or not any(out.iterdir()))):
-        raise UsageError(f"out is {str(out)!r}, which holds something else; allowed: a new folder, or an earlier report")
+        allowed = "a new folder, or an earlier report"
+        raise UsageError(f"out is {str(out)!r}, which holds something else; allowed: {allowed}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -1,4 +1,4 @@
-"""What the runner needs to know of a notebook before it runs: its claim, its parameters, and whether it is well formed."""
+"""What the runner needs to know of a notebook before it runs: its claim, its parameters, its form's faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def notebooks_folder() -> Path:
     named = os.environ.get("STALEGRAPH_NOTEBOOKS")
     folder = Path(named) if named else Path(__file__).resolve().parents[3] / "notebooks"
     if not folder.is_dir():
-        raise UsageError(f"there are no notebooks at {folder}; allowed: a checkout, or STALEGRAPH_NOTEBOOKS naming a folder")
+        raise UsageError(f"no notebooks at {folder}; allowed: a checkout, or STALEGRAPH_NOTEBOOKS naming a folder")
     return folder
 
 
@@ -50,7 +50,7 @@ def read(path: Path) -> Notebook:
     if not claim:
         problem = "the first cell has no line 'Claim: ...'"
     elif len(tagged) != 1:
-        problem = f"{len(tagged)} cells are tagged 'parameters'; allowed: exactly one, so that parameters reach the notebook"
+        problem = f"{len(tagged)} cells are tagged 'parameters'; allowed: exactly one, or none would reach it"
     else:
         try:
             parameters = _literals(tagged[0].source)

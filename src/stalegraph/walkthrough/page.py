@@ -11,8 +11,8 @@ import nbformat
 _TITLE = "stalegraph walkthrough"
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 17px/1.55 Georgia, 'Times New Roman', serif; color: #1a1a1a; background: #fff; max-width: 58rem; margin: 0 auto;
-       padding: 1.5rem 1rem 4rem; overflow-wrap: break-word; }
+body { font: 17px/1.55 Georgia, 'Times New Roman', serif; color: #1a1a1a; background: #fff;
+       max-width: 58rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; overflow-wrap: break-word; }
 h1, h2, h3 { font-family: system-ui, sans-serif; line-height: 1.25; margin: 1.8em 0 .5em; }
 h1 { margin-top: .5em; font-size: 1.9rem; }
 pre, code { font: 14px/1.45 ui-monospace, Menlo, Consolas, monospace; }
@@ -24,11 +24,13 @@ pre { overflow-x: auto; margin: 0; white-space: pre-wrap; }
 img { max-width: 100%; height: auto; }
 @media (max-width: 44rem) {
   body { font-size: 16px; padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; }
-  .jp-RenderedImage, .output_png { overflow-x: auto; } .jp-RenderedImage img, .output_png img { max-width: none; width: 44rem; }
+  .jp-RenderedImage, .output_png { overflow-x: auto; }
+  .jp-RenderedImage img, .output_png img { max-width: none; width: 44rem; }
   .claims thead { display: none; } .claims tr { display: block; border-bottom: 1px solid #d8d8d4; padding: .5rem 0; }
   .claims td { display: block; border: 0; padding: .1rem 0; } .claims td:last-child::after { content: " s"; }
 }
-table { border-collapse: collapse; font: 14px/1.4 system-ui, sans-serif; margin: .8rem 0; display: block; overflow-x: auto; }
+table { border-collapse: collapse; font: 14px/1.4 system-ui, sans-serif; margin: .8rem 0; display: block;
+        overflow-x: auto; }
 th, td { border-bottom: 1px solid #d8d8d4; padding: .3rem .7rem; text-align: left; vertical-align: top; }
 .held { color: #0072B2; font-weight: 600; } .not { color: #D55E00; font-weight: 600; }
 nav { font: 14px system-ui, sans-serif; } a { color: #0072B2; }
@@ -40,7 +42,8 @@ def _document(title: str, body: str, extra_style: str = "") -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}{extra_style}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}{extra_style}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
     )
 
 

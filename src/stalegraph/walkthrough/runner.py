@@ -54,7 +54,9 @@ class Outcome:
         return asdict(self)
 
 
-def execute(source: Path, output: Path, title: str, claim: str, parameters: dict, timeout: int = CELL_SECONDS) -> Outcome:
+def execute(
+    source: Path, output: Path, title: str, claim: str, parameters: dict, timeout: int = CELL_SECONDS
+) -> Outcome:
     """Run `source` in a fresh kernel of this very interpreter and write the executed notebook to `output`."""
     _prepare_environment()
     _send_stderr_to(output.with_suffix(".log"))
@@ -66,8 +68,8 @@ def execute(source: Path, output: Path, title: str, claim: str, parameters: dict
     raised = None
     try:
         papermill.execute_notebook(
-            str(source), str(output), parameters=parameters, kernel_name="python3", language="python", progress_bar=False,
-            cwd=str(source.parent), execution_timeout=timeout, start_timeout=120,
+            str(source), str(output), parameters=parameters, kernel_name="python3", language="python",
+            progress_bar=False, cwd=str(source.parent), execution_timeout=timeout, start_timeout=120,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
         raised = (error.cell_index, error.traceback, f"{error.ename}: {error.evalue}".rstrip(": "))
