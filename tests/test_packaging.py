@@ -1,6 +1,9 @@
 """environment.yml, the locks, the CI file and pyproject.toml stay in step."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +60,42 @@ def test_ci_runs_the_same_two_commands():
     assert re.findall(r"- run: (.+)", workflow) == ["make test", "make walkthrough"]
     script = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert script[-1] == "exec make test" and len(script) == 3
+
+
+def make(*words, tmp_path, driver):
+    """`make -n` on a machine with or without an NVIDIA driver."""
+    folders = [one for one in os.environ["PATH"].split(os.pathsep) if not (Path(one) / "nvidia-smi").exists()]
+    if driver:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        folders.insert(0, str(tmp_path))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints-cpu.txt"):
+        (tmp_path / name).touch()
+    environment = {**os.environ, "PATH": os.pathsep.join(folders)}
+    return subprocess.run([shutil.which("make"), *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [["gpu-env"], ["walkthrough", "RUNG=flashmla"], ["walkthrough", "RUNG=vllm"]])
+def test_a_gpu_rung_has_its_own_locked_environment(words, tmp_path):
+    done = make("-n", *words, tmp_path=tmp_path, driver=True)
+    lock = re.search(r"\.venv-gpu/bin/python -m pip install .* -r (repro/locks/\S+) -e '\.\[(\S+)\]'", done.stdout)
+    assert lock and (ROOT / lock.group(1)).is_file() and "constraints-cpu" not in done.stdout
+    assert set(lock.group(2).split(",")) <= set(EXTRAS)
+
+
+@pytest.mark.parametrize("driver", [False, True])
+@pytest.mark.parametrize("words", [["test"], ["walkthrough"]])
+def test_the_cpu_route_never_touches_a_gpus_environment(words, driver, tmp_path):
+    done = make("-n", *words, tmp_path=tmp_path, driver=driver)
+    assert "-c constraints-cpu.txt -e '.[notebooks,test]'" in done.stdout and ".venv-gpu" not in done.stdout
+
+
+def test_without_a_driver_no_gpu_environment_is_made(tmp_path):
+    assert ".venv-gpu" not in make("-n", "walkthrough", "RUNG=flashmla", tmp_path=tmp_path, driver=False).stdout
+    done = make("gpu-env", tmp_path=tmp_path, driver=False)
+    assert done.returncode == 2 and "gpu-env needs an NVIDIA driver" in done.stderr
+    assert not (tmp_path / ".venv-gpu").exists()
 
 
 def test_every_entry_point_exists():
