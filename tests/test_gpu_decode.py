@@ -69,3 +69,18 @@ def test_memory_is_read_by_raw_address():
             device.memory.read(64, 4)
         assert device.memory.is_mapped(tensor.data_ptr(), 256) and not device.memory.is_mapped(64)
         assert tensor.sum().item() == 2016  # the refused read left the device usable
+
+
+def count(builder):
+    """What the last build of a run had the device do."""
+    with open_rung("flashmla") as device:
+        run = decode.run(device, builder=builder, prompt=PROMPT, batch=4, tokens=3, life="kept")
+    return {name: run.build_counters[-1][name] for name in ("allocations", "launches", "copies")}
+
+
+def test_launches_and_copies_of_a_build_are_counted():
+    found = {builder: run_isolated(count, builder).value for builder in BUILDERS}
+    assert found["regressed"] == {"allocations": 2, "launches": 1, "copies": 0}
+    assert found["copying"]["copies"] == 2 and found["copying"]["launches"] > 1
+    assert found["inplace"] == {"allocations": 0, "launches": 1, "copies": 0}
+    assert found["ingraph"] == {"allocations": 0, "launches": 0, "copies": 0}

@@ -239,6 +239,15 @@ def test_a_killed_runner_is_a_broken_notebook_and_the_others_go_on(folder, tmp_p
     assert "was killed" in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_a_page_that_cannot_be_made_costs_no_executed_notebook(folder, tmp_path):
+    in_the_way = "import pathlib\n[(one / '01_small.html').mkdir() for one in pathlib.Path('..').glob('.out-*')]"
+    write(folder, ("code", in_the_way), ("code", "assert two == 2"))
+    (one,), said = run(folder, tmp_path)
+    assert one.verdict == "broken" and "its page could not be made: IsADirectoryError" in one.trouble.message
+    assert (tmp_path / "out" / "01_small.ipynb").is_file() and said[0].count("it ran, but") == 1
+    assert 'href="01_small.html"' not in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_a_file_that_is_no_notebook_is_broken(folder, tmp_path):
     (folder / "01_small.ipynb").write_text("not JSON")
     (one,), _ = run(folder, tmp_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
@@ -241,6 +243,22 @@ class CudaDevice:
         """Allocations and frees from the allocator's statistics, replays from this device's graphs."""
         allocation = torch.cuda.memory_stats_as_nested_dict(self.index)["allocation"]["all"]
         return Counters(allocation["allocated"], allocation["freed"], replays=self.replays)
+
+    def counted(self, work: Callable[[], object]) -> dict[str, int]:
+        """What `work()` would have the device do: "launches", "copies" and "bytes_copied".
+
+        Counted from the nodes of a graph that it is captured into and that is thrown away, so nothing of it runs.
+        `work` must be capturable: run it once before, and let it not wait for the device.
+        """
+        graph = self.graph()
+        with warnings.catch_warnings(), graph.capture():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            work()
+        kinds = [(node.kind, dict(node.scalars).get("bytes", 0)) for node in graph.nodes]
+        graph.reset()
+        copied = [nbytes for kind, nbytes in kinds if kind == "memcpy"]
+        launches = sum(kind in ("kernel", "memset") for kind, _ in kinds)
+        return {"launches": launches, "copies": len(copied), "bytes_copied": sum(copied)}
 
     def host(self):
         """Code in this context runs on the host: nothing to switch off on hardware."""

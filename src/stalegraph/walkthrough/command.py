@@ -224,7 +224,11 @@ def _in_fresh_process(processes, one, scratch: Path, parameters: dict, timeout: 
 def _run_and_render(source: Path, executed: Path, title: str, claim: str, parameters: dict, **limit) -> Outcome:
     outcome = execute(source, executed, title, claim, parameters, **limit)
     if executed.is_file():
-        write_page(executed, executed.with_suffix(".html"), title)
+        try:
+            write_page(executed, executed.with_suffix(".html"), title)
+        except Exception as error:  # the executed notebook, minutes of a GPU perhaps, is worth keeping
+            why = f"it ran, but its page could not be made: {type(error).__name__}: {str(error).splitlines()[0]}"
+            outcome.verdict, outcome.trouble = "broken", outcome.trouble or Trouble(0, "", "", why)
     return outcome
 
 

@@ -20,7 +20,7 @@ _ARROW = re.compile(r"-+>\s*\d+\s(.*)")
 
 @dataclass(frozen=True)
 class Trouble:
-    """Where a notebook stopped: cell position from 1, the heading above it, the line, and what happened."""
+    """Where a notebook stopped: cell position from 1 (0: in none), the heading above it, the line, what happened."""
 
     cell: int
     heading: str
@@ -30,7 +30,8 @@ class Trouble:
 
     def __str__(self) -> str:
         where = f"cell {self.cell}" + (f", under '{self.heading}'" if self.heading else "")
-        return f"{where}: {self.line + ': ' if self.line else ''}{self.message}"
+        what = f"{self.line + ': ' if self.line else ''}{self.message}"
+        return f"{where}: {what}" if self.cell else what
 
 
 @dataclass
