@@ -59,6 +59,13 @@ class FlashMLAMetadataBuilder(FlashMLAMetadataBuilder, AttentionMetadataBuilder)
 """
 ENGINE = '''
 
+import logging.config
+
+# As vLLM does when it is imported: handlers of loggers below its own are gone then.
+_loggers = {"vllm": {"handlers": [], "level": "INFO", "propagate": False}}
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": _loggers})
+
+
 class Through:
     """A captured size: capture and replay go through the runner's wrapper."""
 

@@ -339,6 +339,25 @@ def test_a_fault_of_the_guard_ends_the_guard_and_not_the_step(module, monkeypatc
     assert len(caplog.records) == 1
 
 
+def test_v2_names_the_layer_of_a_builder_that_does_not_keep_it(module):
+    base, manager_class = v2(module, "run_fullgraph")
+
+    class Builder(base):
+        def __init__(self, kv_cache_spec, layer_names, vllm_config=None, device=None):
+            self.layer_names = None
+
+        def build(self, size):
+            return metadata(None)
+
+    watching, manager = watch(), manager_class()
+    for builder in (Builder("spec", ["one.attn"]), Builder("spec", layer_names=["two.attn", "three.attn"])):
+        manager.capture(builder, [4])
+        builder.build(4)
+        manager.run_fullgraph(4)
+    layers = {message.split(" of layer ")[1].split(" ")[0] for message in watching.messages}
+    assert layers == {"one.attn", "two.attn"} and not watching.broken
+
+
 @pytest.mark.parametrize("value, level", [("", "DEBUG"), ("off", "DEBUG"), ("warn", "INFO"), ("loud", "WARNING")])
 def test_register_never_raises(monkeypatch, caplog, value, level):
     monkeypatch.setenv("STALEGRAPH_GUARD", value)

@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(stub_graphs.install(tmp_path / version, version)))
         parser, out = argparse.ArgumentParser(), tmp_path / "guard.json"
         guarded.add_arguments(parser)
-        given = ["--out", str(out), "--tokens", "24", "--cost-tokens", "20", "--rounds", "3", *words]
+        given = ["--out", str(out), "--tokens", "24", "--cost-tokens", "40", "--rounds", "3", *words]
         code = guarded.main(parser.parse_args(given))
         return code, json.loads(out.read_text())["data"]
 
@@ -49,9 +49,10 @@ def test_a_fixed_release_answers_all_four_questions(run, runner):
     (cost,) = data["cost"]
     assert cost["shown"] and [one["batch"] for one in cost["batches"]] == [1, 3]
     for one in cost["batches"]:
-        assert one["compared"] == {"on": 20, "off": 0} and one["right"] and one["findings"] == []
-        assert len(one["rounds_ms"]["on"]) == len(one["rounds_ms"]["off"]) == 3
-        assert one["ratio"] == pytest.approx(one["on"]["median"] / one["off"]["median"])
+        assert one["compared"] == {"on": 40, "off": 0} and one["right"] and one["findings"] == []
+        assert one["added_us"]["pairs"] == 3 * 2 and one["own_us"] > 0  # 40 steps: 8 skipped, two pairs of turns of 6
+        added = one["added_us"]["median"] / (1e3 * one["off"]["median"])
+        assert one["ratio"] == pytest.approx(1 + added)
 
 
 def test_a_release_with_the_bug_is_not_shown_silent(run):
@@ -157,14 +158,25 @@ def test_the_switch_takes_the_hooks_out_and_puts_the_same_ones_back():
     assert Wrapper.__call__ is own
 
 
-def test_the_price_is_of_medians_and_of_pairs():
-    def rounds(*values):
-        return [{"steps": 9, "mean_ms": value, "median_ms": value} for value in values]
+def test_the_price_is_what_is_added_from_one_turn_to_the_one_beside_it():
+    drifting = [{"on": 2.0 + at / 10 + 0.01, "off": 2.0 + at / 10} for at in range(100)] + [{"on": 9.0, "off": 2.0}]
+    found = guarded.prices(drifting)
+    assert found["added_us"]["median"] == pytest.approx(10) and found["added_us"]["pairs"] == 101
+    low, high = found["added_us"]["interval"]
+    assert low == pytest.approx(10) and high == pytest.approx(10)
+    assert found["ratio"] == pytest.approx(1 + 0.01 / found["off"]["median"])
+    assert guarded.prices([])["ratio"] is None and guarded.price(guarded.prices([])) == "too few steps to time"
 
-    found = guarded.prices(rounds(2.0, 2.2, 9.0), rounds(2.0, 2.0, 3.0))
-    assert found["ratio"] == pytest.approx(1.1) and found["pairs"]["median"] == pytest.approx(1.1)
-    assert found["on"]["range"] == [2.0, 9.0] and found["off"]["count"] == 3
-    assert guarded.prices([], [])["ratio"] is None
+
+def test_the_interval_covers_the_true_median_in_nineteen_cases_of_twenty():
+    import random
+
+    draw, hits = random.Random(3), 0
+    for _ in range(400):
+        pairs = [{"on": 2.0 + draw.gauss(0.005, 0.05), "off": 2.0} for _ in range(60)]
+        low, high = guarded.prices(pairs)["added_us"]["interval"]
+        hits += low <= 5.0 <= high
+    assert 0.93 * 400 <= hits <= 0.995 * 400
 
 
 @pytest.mark.parametrize(
@@ -172,7 +184,7 @@ def test_the_price_is_of_medians_and_of_pairs():
     [
         (["--batches", "0"], "batches is '0'"),
         (["--cost-batches", "1,x"], "cost-batches is '1,x'"),
-        (["--cost-tokens", "3"], "cost-tokens 3"),
+        (["--cost-tokens", "21"], "cost-tokens 21"),
         (["--rounds", "0"], "rounds 0"),
     ],
 )

@@ -118,6 +118,26 @@ def test_a_round_is_not_mixed_with_the_one_before():
     assert stamps.round(builder._build_decode)["mean_ms"] is None
 
 
+def test_two_ways_take_turns_and_the_step_of_the_change_is_left_out():
+    now, way, ended = [0.0], [None], []
+    stamps, builder = stamped(iter(lambda: now[0], None))
+
+    def ask():
+        for _ in range(SKIPPED + 4 * 5 + 1):
+            builder._build_decode()
+            ended.append(way[0])
+            # The step after a change is slow, whichever way it is.
+            slow = len(ended) > 1 and ended[-1] != ended[-2]
+            now[0] += {None: 9.0, "on": 0.003, "off": 0.002}[way[0]] + slow
+
+    found = stamps.turns(ask, {name: lambda name=name: way.__setitem__(0, name) for name in ("on", "off")}, 5)
+    assert found == [pytest.approx({"on": 3.0, "off": 2.0})] * 2
+    order = ended[SKIPPED - 1 : SKIPPED - 1 + 20 : 5]
+    assert order == ["on", "off", "off", "on"]
+    now[0], way[0] = 0.0, None
+    assert stamps.turns(builder._build_decode, {"on": print, "off": print}, 5) == []
+
+
 def test_spread():
     assert spread([None]) is None and spread([5.0])["quartiles"] == [5.0, 5.0]
     found = spread([4.0, None, 1.0, 3.0, 2.0])

@@ -193,6 +193,7 @@ class Guard:
         self.pending = {}  # builder -> Group, built since the capture of the graph before
         self.readers = weakref.WeakKeyDictionary()  # builder -> Fields over all graphs' paths
         self.latest = weakref.WeakKeyDictionary()  # builder -> {path: address} as of its last build
+        self.layers = weakref.WeakKeyDictionary()  # builder -> names of its layers
 
     # -- hooks
 
@@ -291,11 +292,18 @@ class Guard:
     # -- V2
 
     @_never_in_the_way
+    def made(self, builder, args, kwargs) -> None:
+        """V2: a builder is made with these arguments, the second the names of its layers, which not all builders keep."""
+        names = kwargs.get("layer_names") or (args[1] if len(args) > 1 else None)
+        if names:
+            self.layers[builder] = names
+
+    @_never_in_the_way
     def built(self, builder, metadata) -> None:
         """V2: a builder returned metadata; only addresses are kept, so that no tensor lives longer than it would."""
         if self.capturing:
-            layer = (getattr(builder, "layer_names", None) or [type(builder).__name__])[0]
-            self.pending[builder] = self.group(layer, metadata)
+            known = self.layers.get(builder) or getattr(builder, "layer_names", None) or [type(builder).__name__]
+            self.pending[builder] = self.group(known[0], metadata)
             return
         reader = self.readers.get(builder)
         if reader is not None:
@@ -463,10 +471,18 @@ def _watch_builders(module):
 
         return build
 
+    def wrap_init(original):
+        def __init__(builder, *args, **kwargs):
+            if _guard is guard:
+                guard.made(builder, args, kwargs)
+            original(builder, *args, **kwargs)
+
+        return __init__
+
     def hook_class(cls):
-        for name in ("build", "build_for_cudagraph_capture"):
-            if name in cls.__dict__:
-                guard.hook(cls, name, wrap)
+        wraps = {"__init__": wrap_init, "build": wrap, "build_for_cudagraph_capture": wrap}
+        for name in wraps.keys() & cls.__dict__.keys():
+            guard.hook(cls, name, wraps[name])
 
     base = module.AttentionMetadataBuilder
     original = base.__dict__.get("__init_subclass__")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -32,7 +33,8 @@ from stalegraph.vllm.timings import SHORT, numbers, release, say, target
 BATCHES = (1, 3, 8)
 TOKENS = 1000
 COST_BATCHES = (1, 64)
-COST_TOKENS, COST_ROUNDS = 200, 20  # rounds of each kind, on and off
+COST_TOKENS, COST_ROUNDS = 400, 20
+TURN = 6  # steps that the guard is on, or off, at a time
 MOST_COST = 1.01  # of the time per output token without the guard
 STALE = ("tile_scheduler_metadata", "num_splits")
 MESSAGES_KEPT = 16
@@ -134,10 +136,10 @@ def watch(case: Case, progress: str) -> dict:
     from stalegraph.vllm.builds import BACKEND, Builds
 
     builds = Builds()
-    heard, logger = Heard(builds), logging.getLogger("vllm.stalegraph.guard")
-    logger.addHandler(heard)
-    logger.setLevel(logging.DEBUG)
     torch, vllm, found = begin(case)
+    heard, logger = Heard(builds), logging.getLogger("vllm.stalegraph.guard")
+    logger.addHandler(heard)  # after the import of vLLM, which sets up all loggers below its own anew
+    logger.setLevel(logging.DEBUG)
     on_arrival(BACKEND, lambda module: builds.attach(module, torch.cuda.CUDAGraph))
     found |= {"batches": [], "findings": heard.findings, "guard_log": heard.others, "failure": None}
     try:
@@ -199,31 +201,41 @@ class Switch:
             setattr(owner, name, original)
 
 
-class Count:
-    """Counts the replays that the guard compares while the context is open; not for use in timed rounds."""
+class Meter:
+    """Counts the replays that the guard compares while the context is open, and its own seconds; not for timed rounds.
+
+    `compared` are calls of its comparison, `seconds` go from the start to the end of each of the guard's methods that
+    a step calls.
+    """
+
+    COMPARE, ALL = ("replayed", "run"), ("replayed", "run", "built")
 
     def __init__(self, watching: guard.Guard):
-        self.watching, self.compared = watching, 0
+        self.watching, self.compared, self.seconds = watching, 0, 0.0
 
     def __enter__(self):
-        for name in ("replayed", "run"):
-            setattr(self.watching, name, self._counted(getattr(self.watching, name)))
+        for name in self.ALL:
+            setattr(self.watching, name, self._metered(name, getattr(self.watching, name)))
         return self
 
-    def _counted(self, method):
-        def counted(*args):
-            self.compared += 1
-            return method(*args)
+    def _metered(self, name, method):
+        def metered(*args):
+            self.compared += name in self.COMPARE
+            began = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                self.seconds += time.perf_counter() - began
 
-        return counted
+        return metered
 
     def __exit__(self, *_):
-        for name in ("replayed", "run"):
+        for name in self.ALL:
             delattr(self.watching, name)
 
 
 def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
-    """In the child: once the parent lets it, rounds with the guard on and off in turn, at each batch."""
+    """In the child: once the parent lets it, requests with the guard on and off in turn, at each batch."""
     from stalegraph.vllm.arrivals import on_arrival
     from stalegraph.vllm.builds import BACKEND
 
@@ -245,7 +257,7 @@ def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
 
 
 def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch: Switch, stamps: Stamps) -> dict:
-    """One batch: `rounds` timed rounds with the guard on and as many with it off, in pairs whose order alternates."""
+    """One batch: `rounds` requests, during each of which the guard is on and off in turn, TURN steps at a time."""
     prompts, texts = engine.token_prompts(llm, settings, batch), []
     wanted = [list(expected(bytes(ids), settings.tokens)) for ids in prompts]
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True, detokenize=False)
@@ -254,17 +266,17 @@ def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         texts.append([list(output.outputs[0].token_ids) for output in outputs] == wanted)
 
-    one = {"batch": batch, "compared": {}, "on": [], "off": []}
-    set_to = {"on": switch.on, "off": switch.off}
-    for name in set_to:  # not timed: warms up, and shows that the switch does what it says
-        set_to[name]()
-        with Count(guard._guard) as count:
+    one = {"batch": batch, "compared": {}, "pairs": []}
+    ways = {"on": switch.on, "off": switch.off}
+    for name in ways:  # not timed: warms up, and shows that the switch does what it says
+        ways[name]()
+        with Meter(guard._guard) as meter:
             generate()
-        one["compared"][name] = count.compared
-    for at in range(rounds):
-        for name in ("on", "off") if at % 2 == 0 else ("off", "on"):
-            set_to[name]()
-            one[name].append(stamps.round(generate))
+        one["compared"][name] = meter.compared
+        if meter.compared:
+            one["own_us"] = 1e6 * meter.seconds / meter.compared
+    for _ in range(rounds):
+        one["pairs"] += stamps.turns(generate, ways, TURN)
     switch.on()
     return one | {"right": all(texts), "findings": list(guard._guard.messages)}
 
@@ -351,11 +363,10 @@ def priced(case: Case, result, file: str) -> dict:
     """One timed engine's record: time per output token with the guard on and off, and their ratio."""
     found = {"question": "cost", "runner": case.runner, "builder": case.settings.builder} | found_by(result, file)
     for one in found.setdefault("batches", []):
-        one |= prices(one.pop("on"), one.pop("off"))
+        one |= prices(one.pop("pairs"))
         silent = one["compared"]["on"] > 0 and one["compared"]["off"] == 0 and not one["findings"]
         one["shown"] = bool(silent and one["right"] and one["ratio"] is not None and one["ratio"] <= MOST_COST)
-        times = " ".join(f"{name} {(one[name] or {}).get('median', 0):.4f} ms," for name in ("on", "off"))
-        say(f"cost {case.runner} batch {one['batch']}: {times} ratio {one['ratio']}, as it must: {one['shown']}")
+        say(f"cost {case.runner} batch {one['batch']}: {price(one)}, as it must: {one['shown']}")
     asked = [one["batch"] for one in found["batches"]] == list(case.settings.batches)
     found["shown"] = asked and all(one["shown"] for one in found["batches"]) and found["ended"]["ok"]
     if not found["ended"]["ok"]:
@@ -363,19 +374,32 @@ def priced(case: Case, result, file: str) -> dict:
     return found
 
 
-def prices(on: list[dict], off: list[dict]) -> dict:
-    """Figures of the rounds: `ratio` is of the medians over rounds; `pairs` the spread of each pair's own ratio."""
-    means = {"on": [one["mean_ms"] for one in on], "off": [one["mean_ms"] for one in off]}
-    found = {name: spread(values) for name, values in means.items()}
-    pairs = [a / b for a, b in zip(means["on"], means["off"]) if a and b]
-    steps = [statistics.median(one["median_ms"] for one in kind if one["median_ms"]) for kind in (on, off) if pairs]
-    ratio = found["on"]["median"] / found["off"]["median"] if pairs else None
+def prices(pairs: list[dict]) -> dict:
+    """Figures of pairs of turns: `added_us` is what a step takes longer with the guard on than in the turn beside it.
+
+    `ratio` is of the time per output token with the guard on, to that with it off: 1 and the median of what is added
+    over the median step without it. `interval` holds the true median of what is added in 19 cases of 20.
+    """
+    if not pairs:
+        return {"on": None, "off": None, "added_us": None, "ratio": None}
+    added = sorted(1e3 * (pair["on"] - pair["off"]) for pair in pairs)
+    count, reach = len(added), 0.98 * math.sqrt(len(added))  # 1.96 deviations of how many lie below the median
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    found = {name: spread(pair[name] for pair in pairs) for name in ("on", "off")}
+    median = statistics.median(added)
     return found | {
-        "ratio": ratio,
-        "ratio_of_median_steps": steps[0] / steps[1] if steps else None,
-        "pairs": spread(pairs),
-        "rounds_ms": {name: [value and round(value, 5) for value in values] for name, values in means.items()},
+        "added_us": {"median": median, "interval": [added[low], added[high]], "pairs": count},
+        "ratio": 1 + median / (1e3 * found["off"]["median"]),
     }
+
+
+def price(one: dict) -> str:
+    """One batch's cost in words."""
+    if one["ratio"] is None:
+        return "too few steps to time"
+    low, high = one["added_us"]["interval"]
+    added = f"adds {one['added_us']['median']:.1f} us ({low:.1f} to {high:.1f}) to {one['off']['median']:.3f} ms"
+    return f"{added}, ratio {one['ratio']:.4f}, of its own {one.get('own_us', 0):.1f} us"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -384,15 +408,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="watched (default: 1,3,8)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"new tokens of a watched request ({TOKENS})")
     parser.add_argument("--cost-batches", default=",".join(map(str, COST_BATCHES)), help="timed (default: 1,64)")
-    parser.add_argument("--cost-tokens", type=int, default=COST_TOKENS, help=f"of a timed round ({COST_TOKENS})")
-    parser.add_argument("--rounds", type=int, default=COST_ROUNDS, help=f"timed rounds on and off ({COST_ROUNDS} each)")
+    parser.add_argument("--cost-tokens", type=int, default=COST_TOKENS, help=f"new tokens of a timed request ({COST_TOKENS})")
+    parser.add_argument("--rounds", type=int, default=COST_ROUNDS, help=f"requests timed at each batch ({COST_ROUNDS})")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds an engine may live (default: 300)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the engines and write the record; 0 if each shows what it must, else 1."""
     batches, cost_batches = numbers("batches", args.batches), numbers("cost-batches", args.cost_batches)
-    fewest = SKIPPED + 4
+    fewest = SKIPPED + 2 * TURN + 2
     if args.tokens < 2 or args.cost_tokens < fewest or args.rounds < 1:
         given = f"tokens is {args.tokens}, cost-tokens {args.cost_tokens}, rounds {args.rounds}"
         raise UsageError(f"{given}; allowed: at least 2, {fewest} and 1")

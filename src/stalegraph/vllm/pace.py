@@ -20,6 +20,7 @@ class Stamps:
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self.at: list[float] = []
+        self._stamped: Callable[[], object] | None = None  # called after each stamp
 
     def attach(self, backend) -> None:
         """Wrap the builder class of `backend` (vLLM's FlashMLA module), on the outside of what is wrapped already."""
@@ -29,6 +30,8 @@ class Stamps:
         def _build_decode(builder, *args, **kwargs):
             decode = original(builder, *args, **kwargs)
             self.at.append(self.clock())
+            if self._stamped is not None:
+                self._stamped()
             return decode
 
         backend.FlashMLAMetadataBuilder._build_decode = _build_decode
@@ -42,6 +45,35 @@ class Stamps:
         if not gaps:
             return {"steps": len(self.at), "mean_ms": None, "median_ms": None}
         return {"steps": len(self.at), "mean_ms": statistics.fmean(gaps), "median_ms": statistics.median(gaps)}
+
+    def turns(self, ask: Callable[[], object], ways: dict[str, Callable[[], object]], each: int) -> list[dict]:
+        """Milliseconds a step while `ask()` decodes and two `ways` take turns of `each` steps; one dict a pair of turns.
+
+        So both meet the same drift of the machine, which is far slower than a turn. The order within a pair alternates.
+        A turn's first step, in which the way changed, is left out; of the others the median counts.
+        """
+        names, begun = list(ways), []  # begun: (way, stamps so far) of each turn
+
+        def stamped():
+            turn, steps = divmod(len(self.at) - SKIPPED, each)
+            if turn >= 0 and steps == 0:
+                name = names[(turn + turn // 2) % 2]
+                begun.append((name, len(self.at)))
+                ways[name]()
+
+        self.at.clear()
+        self._stamped = stamped
+        try:
+            ask()
+        finally:
+            self._stamped = None
+        found = {}
+        for turn, (name, first) in enumerate(begun):
+            at = self.at[first : first + each]
+            if len(at) == each:
+                gaps = [1e3 * (later - sooner) for sooner, later in zip(at, at[1:])]
+                found.setdefault(turn // 2, {})[name] = statistics.median(gaps)
+        return [pair for pair in found.values() if len(pair) == 2]
 
 
 def spread(values: Iterable[float]) -> dict | None:
