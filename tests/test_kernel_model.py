@@ -58,7 +58,7 @@ def reference(lengths, parts):
     return metadata.tolist(), num_splits.tolist()
 
 
-@pytest.mark.parametrize("method", [None, model.walk, model.leap], ids=["chosen", "walk", "leap"])
+@pytest.mark.parametrize("method", [None, model.few, model.walk, model.leap], ids=["chosen", "few", "walk", "leap"])
 @pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
 def test_the_model_equals_the_reference_on_every_edge(lengths, method):
     if method is model.walk and sum(lengths) > 1 << 23:
@@ -68,16 +68,17 @@ def test_the_model_equals_the_reference_on_every_edge(lengths, method):
 
 
 def test_the_model_equals_the_reference_on_random_batches():
-    draw, taken = random.Random(6), {True: 0, False: 0}
+    draw, taken = random.Random(6), {model.few: 0, model.walk: 0, model.leap: 0}
     for _ in range(1500):
         lengths, parts = random_lengths(draw), draw.choice([*PARTS, draw.randint(1, 300)])
         first = model.starts(lengths)
         stride = -(-int(first[-1]) // parts)
         if first[-1] < 1 << 17:  # a walk's table takes time
             assert model.walk(first, parts, stride).tolist() == model.leap(first, parts, stride).tolist()
+        assert model.few(first, parts, stride).tolist() == model.leap(first, parts, stride).tolist()
         assert model.plan(lengths, parts) == reference(lengths, parts), (lengths, parts)
-        taken[model.tabled(first, parts, stride)] += 1
-    assert min(taken.values()) > 100  # the random batches call for both methods
+        taken[model.chosen(first, parts, stride)] += 1
+    assert min(taken.values()) > 100  # the random batches call for all methods
 
 
 def test_a_wrong_overhead_is_noticed(monkeypatch):
@@ -91,7 +92,7 @@ def compiled(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the kernel for the CPU with")
 
-    def compile_with(*replacements, table=launch.table_bytes):
+    def compile_with(*replacements, table=launch.table_bytes, few=launch.FEW):
         source = launch.SOURCE.read_text()
         for old, new in (("extern __shared__ int4 shared[];", "int4* shared = (int4*)shared_words;"), *replacements):
             assert old in source
@@ -107,12 +108,13 @@ def compiled(tmp_path_factory):
             seq_lens = torch.tensor(lengths, dtype=torch.int32)
             rows = torch.full((parts + 1, 8), -77, dtype=torch.int32)
             num_splits = torch.full((capacity + 1,), -77, dtype=torch.int32)
+            each = 0 if batch <= few else 1 if batch <= launch.ONE_EACH else 4
+            threads = launch.block_threads(max(batch, few + 1), parts) if each else launch.block_threads(1, parts)
             rc = run_block(
                 ctypes.c_void_p(seq_lens.data_ptr()), batch, parts, ctypes.c_void_p(rows.data_ptr()),
                 ctypes.c_void_p(num_splits.data_ptr()), capacity, table(batch),
                 ctypes.c_void_p(0 if block_table is None else block_table.data_ptr()),
-                0 if block_table is None else block_table.stride(0), 1 if batch <= launch.ONE_EACH else 4,
-                launch.block_threads(batch, parts),
+                0 if block_table is None else block_table.stride(0), each, threads,
             )  # fmt: skip
             assert rc == 0, "threads that should meet do not"
             assert num_splits[-1] == -77 and rows[-1].eq(-77).all()  # nothing is written behind the buffers
@@ -123,12 +125,14 @@ def compiled(tmp_path_factory):
     return compile_with
 
 
-TABLES = {"chosen": launch.table_bytes, "leap": lambda batch: 0, "walk": lambda batch: 128 << 10}
+TABLES = {
+    "chosen": {}, "leap": {"table": lambda batch: 0, "few": 0}, "walk": {"table": lambda batch: 128 << 10, "few": 0}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_the_cuda_source_equals_the_reference(compiled, table):
-    plan, draw = compiled(table=table), random.Random(7)
+@pytest.mark.parametrize("ways", TABLES.values(), ids=TABLES)
+def test_the_cuda_source_equals_the_reference(compiled, ways):
+    plan, draw = compiled(**ways), random.Random(7)
     for lengths in EDGES.values():
         assert plan(lengths, 132) == reference(lengths, 132)
     for _ in range(150):
@@ -164,11 +168,17 @@ def test_the_cuda_source_makes_the_page_before_an_empty_row_safe(compiled):
         ("part.request += over;", ""),
         ("; since; since--", "; since; since = 0"),
         ("jumps ? JUMP : 1", "1"),
+        ("further <= overhead", "further < overhead"),
+        ("its < least", "false"),
+        ("if (ahead >= stride)", "if (ahead > stride)"),
+        ("while (lost >= stride)", "if (lost >= stride)"),
+        ("its < part + side", "its <= part + side"),
     ],
 )
 def test_a_change_to_the_cuda_source_is_noticed(compiled, change):
     plan, draw = compiled(change), random.Random(8)
     cases = [random_lengths(draw) for _ in range(40)] + [[5000, 0, 70, 900]]
+    cases += [[draw.randint(0, 3000) for _ in range(draw.randint(2, 32))] for _ in range(40)]
     assert any(plan(lengths, 132) != reference(lengths, 132) for lengths in cases)
 
 

@@ -39,6 +39,7 @@ static Word __syncthreads_count(bool value) { return meet(AT_BLOCK, COUNT, value
 static void __syncthreads() { meet(AT_BLOCK, COUNT, 0); }
 static void __syncwarp() { meet(AT_WARP, BALLOT, 0); }
 static void atomicMin(Word* where, Word value) { *where = min(*where, value); }
+static float __fdividef(float a, float b) { return a / b; }
 static Word __popc(Word value) { return __builtin_popcount(value); }
 static int __clz(Word value) { return value ? __builtin_clz(value) : 32; }
 
@@ -58,7 +59,7 @@ static struct {
 } call;
 
 static void thread_body() {
-    auto kernel = call.each == 1 ? schedule_1 : schedule_4;
+    auto kernel = call.each == 0 ? schedule_few : call.each == 1 ? schedule_1 : schedule_4;
     kernel(call.seq_lens, call.batch, call.parts, call.rows, call.num_splits, call.capacity, call.table,
            call.block_table, call.row_stride);
     state[threadIdx.x] = ENDED;
@@ -74,7 +75,7 @@ static void finish_warp(Word base) {
     }
     for (Word lane = 0; lane < 32; lane++) {
         Word up = lane >= argument[base] ? lane - argument[base] : lane;
-        Word results[] = {sum, least, given[base + up], given[base + argument[base] % 32], votes};
+        Word results[] = {sum, least, given[base + up], given[base + argument[base + lane] % 32], votes};
         taken[base + lane] = results[operation[base]];
         state[base + lane] = RUNNING;
     }

@@ -19,10 +19,12 @@ LOWEST_CAPABILITY = (8, 0)  # the kernel reduces over a warp in one instruction
 SOURCE = Path(__file__).with_name("schedule.cu")
 WORD = 4  # bytes
 _INT32, _WIDTH, _MAX_BATCH = torch.int32, schedule.METADATA_WIDTH, schedule.MAX_BATCH
-# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 3,000 tokens fit; for few requests
-# it does not pay.
-TABLE_A_REQUEST, FEWEST_TABLED, LARGEST_TABLE = 64, 5, 160 << 10
+# The table that the kernel looks lost blocks up in, in bytes: requests of up to some 3,000 tokens fit.
+TABLE_A_REQUEST, LARGEST_TABLE = 64, 160 << 10
+FEW = 32  # the largest batch of which each warp takes all requests
 ONE_EACH = 256  # the largest batch of which a thread takes one request, not four
+WALKED_BEHIND = 16  # entries behind the parts that the kernel's walk may write
+ENTRIES = ("schedule_few", "schedule_1", "schedule_4")
 STATIC_SHARED = 1 << 10  # bytes that the kernel declares itself
 
 _kernels: dict[int, _Kernel] = {}  # by device index
@@ -59,7 +61,7 @@ class _Kernel:
             raise RungUnavailable(f"the scheduling kernel needs sm_80 or later; device {index} is sm_{arch}")
         with torch.cuda.device(index):
             torch.cuda.current_stream(index)  # makes sure that PyTorch's context exists and is current
-            self.one_each, self.four_each = load(SOURCE.read_text(), f"sm_{arch}", ("schedule_1", "schedule_4"))
+            self.few, self.one_each, self.four_each = load(SOURCE.read_text(), f"sm_{arch}", ENTRIES)
             self.largest_table = allow_shared_memory((self.one_each, self.four_each), index)
         from cuda.bindings import driver
 
@@ -68,9 +70,11 @@ class _Kernel:
 
     def shape(self, batch: int, parts: int) -> tuple:
         """(function, threads, bytes of shared memory, of which table) of a launch, kept for the next one alike."""
-        table = min(table_bytes(batch), self.largest_table)
+        threads, table = block_threads(batch, parts), min(table_bytes(batch), self.largest_table)
         function = self.one_each if batch <= ONE_EACH else self.four_each
-        found = function, block_threads(batch, parts), shared_bytes(batch, parts, table), table
+        found = function, threads, shared_bytes(batch, parts, table), table
+        if batch <= FEW:
+            found = self.few, threads, 0, 0
         self.shapes[batch, parts] = found
         return found
 
@@ -94,8 +98,8 @@ def allow_shared_memory(functions, index: int) -> int:
 
 
 def shared_bytes(batch: int, parts: int, table: int) -> int:
-    """The dynamic shared memory of a launch: the table, two words a cut, two a request and some more."""
-    return table + WORD * (2 * (parts + 1) + 16 + 2 * batch + 2)
+    """The dynamic shared memory of a launch of more than FEW requests: the table, two words a cut and a request, more."""
+    return table + WORD * (2 * (parts + 1) + WALKED_BEHIND + 2 * batch + 2)
 
 
 _arguments = _Arguments()
@@ -166,15 +170,15 @@ def check_arguments(seq_lens, tile_scheduler_metadata, num_splits, num_sm_parts)
 
 
 def block_threads(batch: int, parts: int) -> int:
-    """How many threads the one block has: one a part or a request where they are few, else one for four requests."""
-    if batch <= 32:
-        return min(-(-parts // 32) * 32, 256)
+    """How many threads the one block has: one a part where requests are few, else one a request or for four."""
+    if batch <= FEW:
+        return -(-parts // 32) * 32
     return 256 if batch <= 1024 else 1024
 
 
 def table_bytes(batch: int) -> int:
-    """How many bytes of shared memory the look-up table may take."""
-    return 0 if batch < FEWEST_TABLED else min(TABLE_A_REQUEST * batch, LARGEST_TABLE)
+    """How many bytes of shared memory the look-up tables may take."""
+    return min(TABLE_A_REQUEST * batch, LARGEST_TABLE)
 
 
 def schedule_into(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stalegraph.kernels.launch import table_bytes
+from stalegraph.kernels.launch import FEW, table_bytes
 from stalegraph.schedule import BLOCK_SIZE, FIXED_OVERHEAD_BLOCKS, METADATA_WIDTH, blocks_of
 
 STEPS, JUMP = 4, 4
@@ -63,13 +63,30 @@ def leap(first: np.ndarray, parts: int, stride: int) -> np.ndarray:
         reach = np.minimum(reach + np.where(place >= settled, lost[where], 0), total)
 
 
-def tabled(first: np.ndarray, parts: int, stride: int) -> bool:
-    """Whether the kernel walks: the table has room for all positions that a walk can look at."""
-    return int(first[-1]) + STEPS * JUMP * (stride + FIXED_OVERHEAD_BLOCKS) < table_bytes(len(first) - 1)
+def few(first: np.ndarray, parts: int, stride: int) -> np.ndarray:
+    """The same from request to request: the first part that reaches to where one begins, and what it loses there."""
+    place = np.arange(parts)
+    reach = place * stride + stride + FIXED_OVERHEAD_BLOCKS
+    base, least = stride + FIXED_OVERHEAD_BLOCKS, 0
+    for start in first[1:].tolist():
+        hit = max(-(-(start - base) // stride), least)
+        lost = max(FIXED_OVERHEAD_BLOCKS - (base + hit * stride - start), 0)
+        base, least = base + lost, hit + (lost > 0)
+        reach = reach + np.where(place > hit, lost, 0)
+    return np.minimum(reach, int(first[-1]))
+
+
+def chosen(first: np.ndarray, parts: int, stride: int):
+    """The way that the kernel takes; it walks where the table has room for all positions that a walk can look at."""
+    batch = len(first) - 1
+    if batch <= FEW:
+        return few
+    fits = int(first[-1]) + STEPS * JUMP * (stride + FIXED_OVERHEAD_BLOCKS) < table_bytes(batch)
+    return walk if fits else leap
 
 
 def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[int]], list[int]]:
-    """(tile_scheduler_metadata, num_splits) as lists; `method` is walk or leap, by default the one the kernel takes.
+    """(tile_scheduler_metadata, num_splits) as lists; `method` is few, walk or leap, by default the one that the kernel takes.
 
     >>> plan([1], 2)
     ([[0, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]], [0, 1])
@@ -77,9 +94,7 @@ def plan(lengths: list[int], num_sm_parts: int, method=None) -> tuple[list[list[
     first = starts(lengths)
     stride = -(-int(first[-1]) // num_sm_parts)
     budget = stride + FIXED_OVERHEAD_BLOCKS
-    if method is None:
-        method = walk if tabled(first, num_sm_parts, stride) else leap
-    reach = method(first, num_sm_parts, stride)
+    reach = (method or chosen(first, num_sm_parts, stride))(first, num_sm_parts, stride)
     ends = np.searchsorted(first, reach, side="right") - 1
     left = reach - first[ends]
     requests = [0, *ends.tolist()]  # cut i: where part i begins, and part i - 1 ends

@@ -4,8 +4,8 @@
 // begins at s may spend `budget`, so it reaches to t = s + budget; with p the last request start at or before t, the
 // next part begins at max(p, t - 5). So from part to part the reach moves on by `stride` = budget - 5, and by up to 5
 // more where a request begins less than 5 before it: t' = t + stride + lost(t). This is the only serial chain there is.
-// It is gone through in one of two ways: `walk` for short requests, `leap` for long ones; all else, by one thread a
-// part or a request. `kernels/model.py` says the same in Python.
+// It is gone through in one of three ways: from request to request where those are few, `walk` for more of them that
+// are short, `leap` for long ones; all else, by one thread a part or a request. The same in Python: kernels/model.py.
 //
 // Names: positions are in blocks on that axis; first[r] is where request r begins; a cut is where a part begins.
 
@@ -130,6 +130,16 @@ __device__ __forceinline__ void make_safe(int* block_table, unsigned long long r
     if (request && block_table[request * row_stride - 1] < 0) block_table[request * row_stride - 1] = 0;
 }
 
+// The sum over the lanes up to this one.
+__device__ __forceinline__ u32 sum_to_lane(u32 value) {
+#pragma unroll
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        u32 other = __shfl_up_sync(ALL, value, distance);
+        if (threadIdx.x % 32 >= distance) value += other;
+    }
+    return value;
+}
+
 // Shared memory: `table` bytes, a multiple of 16, for `lost` and, behind it, `jumps`; then words: parts + 1 requests of
 // cuts, parts + 1 + STEPS * JUMP blocks of cuts, batch + 2 starts, batch lengths.
 // One block of blockDim.x threads, a multiple of 32, with blockDim.x * EACH >= batch.
@@ -146,9 +156,8 @@ __device__ __forceinline__ void schedule(const int* seq_lens, u32 batch, u32 par
     u32* length = first + batch + 2;
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
 
-    // Where each request begins: a prefix sum over the block; over each warp alike, where a warp is enough for all.
-    const bool alone = EACH == 1 && batch <= 32;
-    const u32 own = EACH * (alone ? lane : thread);  // this thread's first request
+    // Where each request begins: a prefix sum over the block.
+    const u32 own = EACH * thread;  // this thread's first request
     u32 cost[EACH], mine = 0;
 #pragma unroll
     for (int k = 0; k < EACH; k++) cost[k] = own + k < batch ? max(seq_lens[own + k], 0) : 0;
@@ -166,21 +175,13 @@ __device__ __forceinline__ void schedule(const int* seq_lens, u32 batch, u32 par
         }
         mine += cost[k];
     }
-    u32 position = mine;
-#pragma unroll
-    for (u32 distance = 1; distance < 32; distance *= 2) {
-        u32 other = __shfl_up_sync(ALL, position, distance);
-        if (lane >= distance) position += other;
-    }
-    u32 total = __shfl_sync(ALL, position, 31);
+    u32 position = sum_to_lane(mine);
+    if (lane == 31) warp_costs[warp] = position;
     position -= mine;
-    if (!alone) {
-        if (lane == 0) warp_costs[warp] = total;
-        __syncthreads();
-        u32 other_warp = lane < blockDim.x / 32 ? warp_costs[lane] : 0;
-        total = __reduce_add_sync(ALL, other_warp);
-        position += __reduce_add_sync(ALL, lane < warp ? other_warp : 0);
-    }
+    __syncthreads();
+    u32 other_warp = lane < blockDim.x / 32 ? warp_costs[lane] : 0;
+    const u32 total = __reduce_add_sync(ALL, other_warp);
+    position += __reduce_add_sync(ALL, lane < warp ? other_warp : 0);
     const Plan plan = {batch, parts, total, (total + parts - 1) / parts, first};
     const u32 budget = plan.stride + OVERHEAD;
     const u32 seen = (total + STEPS * JUMP * budget) / 16 + 1;  // 16 positions each: a walk looks behind the total
@@ -256,6 +257,72 @@ __device__ __forceinline__ void schedule(const int* seq_lens, u32 batch, u32 par
     __syncthreads();
     // Entries behind the batch repeat the last sum.
     for (u32 entry = thread; entry < capacity; entry += blockDim.x) num_splits[entry] = sums[min(entry, batch)];
+}
+
+// Up to 32 requests, a lane each, in every warp alike; a thread a part. Nothing is shared and nobody waits.
+// The chain goes from request to request: which part is the first to reach to where a request ends, and how much
+// `further` it reaches. That follows from what it would be with nothing lost and from what was lost by then, which
+// moves on within a stride only. Parts then look up the last request whose end they reach to.
+extern "C" __global__ void __launch_bounds__(1024)
+schedule_few(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_splits, u32 capacity, u32 table,
+             int* block_table, u32 row_stride) {
+    const int lane = threadIdx.x % 32, part = threadIdx.x, requests = batch, overhead = OVERHEAD;
+    const int length = lane < requests ? max(seq_lens[lane], 0) : 0;
+    if (block_table && part < requests && length == 0) make_safe(block_table, part, row_stride);
+    const int end = sum_to_lane(lane < requests ? (length + BLOCK_SIZE - 1) / BLOCK_SIZE + OVERHEAD : 0);
+    const int total = __shfl_sync(ALL, end, 31), stride = (total + parts - 1) / parts, budget = stride + overhead;
+
+    int away = end - budget;                        // from what the first part reaches to
+    int first = (int)__fdividef(away, stride);      // exact but for one, in either direction
+    int further = first * stride - away;
+    if (further < 0) first++, further += stride;
+    if (further < 0) first++, further += stride;
+    if (further >= stride) first--, further -= stride;
+    if (away <= 0) first = 0, further = -away;
+    if (lane >= requests) first = BEYOND;
+    int lost = 0, turns = 0, least = 0;  // lost so far, less `turns` strides; the first part that can be next
+#pragma unroll 2
+    for (int request = 0; request < requests; request++) {
+        int its = __shfl_sync(ALL, first, request) - turns, ahead = __shfl_sync(ALL, further, request) + lost;
+        if (ahead >= stride) its--, ahead -= stride;
+        if (its < least) its++, ahead += stride;
+        if (lane == request) first = its, further = ahead;
+        least = its + (ahead < overhead);
+        lost += max(overhead - ahead, 0);
+        while (lost >= stride) lost -= stride, turns++;
+    }
+
+    // A request has one split more than parts that end inside it, which are those from `inside` on to before `first`.
+    const int inside = first + (further <= overhead);
+    int earlier = __shfl_up_sync(ALL, inside, 1);
+    const int splits = lane < requests ? max(first - (lane ? earlier : 0), 0) + 1 : 0;
+    const int sum = sum_to_lane(splits), all = __shfl_sync(ALL, sum, 31);
+    for (int entry = part; entry < (int)capacity; entry += blockDim.x)
+        num_splits[entry] = entry < requests ? sum - splits : all;
+
+    // Where this part begins, which is where the one before it ends, and where it ends.
+    int request[2] = {0, 0}, block[2];
+    for (int step = 1 << (31 - __clz(batch)); step; step /= 2)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            int last = request[side] + step - 1, its = __shfl_sync(ALL, first, last & 31);
+            if (last < requests && its < part + side) request[side] += step;
+        }
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        int before = request[side] - 1, its = __shfl_sync(ALL, first, before & 31);
+        int ahead = __shfl_sync(ALL, further, before & 31);
+        if (before < 0) its = 0, ahead = budget;
+        block[side] = max(ahead - overhead, 0) + (part + side - 1 - its) * stride;
+        if (request[side] == requests) block[side] = 0;
+    }
+    int from_inside = __shfl_sync(ALL, inside, (request[0] - 1) & 31);
+    int last_length = __shfl_sync(ALL, length, (request[1] - 1) & 31);
+    if (part < (int)parts) {
+        rows[2 * part] = make_int4(request[0], block[0] * BLOCK_SIZE, block[1] ? request[1] : request[1] - 1,
+                                   block[1] ? block[1] * BLOCK_SIZE : last_length);
+        rows[2 * part + 1] = make_int4(block[0] ? part - (request[0] ? from_inside : 0) : 0, 0, 0, 0);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
