@@ -339,6 +339,40 @@ def test_a_fault_of_the_guard_ends_the_guard_and_not_the_step(module, monkeypatc
     assert len(caplog.records) == 1
 
 
+def test_builders_are_watched_only_where_a_manager_replays(module):
+    base, manager_class = v2(module, "run_fullgraph")
+    own = base.build
+    watch()
+    assert base.build is own  # the V1 runner's steps pay for nothing
+    manager_class()
+    hooked = base.build
+    manager_class()
+    assert hooked is not own and base.build is hooked
+    guard.uninstall()
+    assert base.build is own
+
+
+@pytest.mark.parametrize("where", ["build", "replay"])
+def test_v2_a_fault_of_the_guard_is_told_and_ends_it_but_no_step(module, where, caplog, monkeypatch):
+    base, manager_class = v2(module, "run_fullgraph")
+
+    class Builder(base):
+        def build(self, size):
+            return metadata(None)
+
+    watching, manager, builder = watch("raise"), manager_class(), Builder()
+    manager.capture(builder, [4])
+
+    def fails(*_):
+        raise RuntimeError("odd metadata")
+
+    owner, name = (guard.Fields, "addresses") if where == "build" else (guard.Record, "held")
+    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(guard.Seen, "of", fails)
+    assert builder.build(4) is not None and manager.run_fullgraph(4) == "replayed"
+    assert watching.broken and "odd metadata" in caplog.text
+
+
 def test_v2_names_the_layer_of_a_builder_that_does_not_keep_it(module):
     base, manager_class = v2(module, "run_fullgraph")
 

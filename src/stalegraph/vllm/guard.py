@@ -8,6 +8,7 @@ context, so there the last metadata that each builder returned is compared (vLLM
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import logging
@@ -103,16 +104,19 @@ class Fields:
     """
 
     def __init__(self, paths):
+        import torch
+
         self.paths = tuple(paths)
         names = [".".join(path) for path in self.paths if not any(isinstance(step, Item) for step in path)]
         self._fetch = operator.attrgetter(*names) if 1 < len(names) == len(self.paths) else None
+        self._address = torch.Tensor.data_ptr  # not looked up anew for each tensor of each step
 
     def addresses(self, metadata) -> list[int | None]:
         """The address of each path's tensor, in the order of `paths`; None where there is no tensor now."""
         if self._fetch is not None:
             try:
-                return [tensor.data_ptr() for tensor in self._fetch(metadata)]
-            except AttributeError:  # a field is None or gone in this step
+                return list(map(self._address, self._fetch(metadata)))
+            except (AttributeError, TypeError):  # a field is None or gone in this step
                 pass
         return [_address(metadata, path) for path in self.paths]
 
@@ -157,6 +161,58 @@ class Group:
         self.layer, self.fields, self.captured = layer, fields, captured
 
 
+class Seen:
+    """What one builder returned last, V2 only: addresses of the fields of all graphs, in the order of `fields.paths`."""
+
+    def __init__(self):
+        self.fields = Fields(())
+        self.latest: list[int | None] | None = None
+
+    def build(self, metadata) -> bool:
+        self.latest = self.fields.addresses(metadata)
+        return True
+
+    def of(self, group: Group) -> list[int | None] | None:
+        """The addresses of a group's fields, by which the graphs of one builder may differ."""
+        if self.latest is None or self.fields.paths == group.fields.paths:
+            return self.latest
+        by_path = dict(zip(self.fields.paths, self.latest, strict=True))
+        return [by_path.get(path) for path in group.fields.paths]
+
+
+class Record:
+    """What is known of one captured graph: its batch and its groups, V2's each with what its builder returned last.
+
+    Of the two ways to compare, `holds` and `held` are the short ones, taken at each replay: they say whether all is
+    where it was. Each graph also has its record as an attribute, which a step reads faster than a weak dictionary.
+    """
+
+    ATTRIBUTE = "_stalegraph_record"
+
+    def __init__(self, batch, groups, seen=()):
+        self.batch, self.groups, self.seen = batch, groups, seen
+
+    def holds(self, attn_metadata) -> bool:
+        """V1: whether all fields of this step's metadata lie where they were captured."""
+        for group in self.groups:
+            at, layer = group.layer
+            metadata = (attn_metadata if type(attn_metadata) is dict else attn_metadata[at])[layer]
+            if group.fields.addresses(metadata) != group.captured:
+                return False
+        return True
+
+    def held(self) -> bool:
+        """V2: the same for what the builders returned last."""
+        for group, seen in zip(self.groups, self.seen):
+            if seen.latest is not None and seen.latest != group.captured:
+                return False
+        return True
+
+
+def record_of(graph) -> Record | None:
+    return getattr(graph, Record.ATTRIBUTE, None)
+
+
 def _never_in_the_way(method):
     """A fault of the guard's own is logged once and ends the guard, never a step of vLLM's."""
 
@@ -183,16 +239,17 @@ class Guard:
         self.mode = mode
         self.allow = (*IGNORED, *allow)
         self.on_device = on_device or (lambda tensor: tensor.is_cuda)
-        self.records = weakref.WeakKeyDictionary()  # graph -> (batch, [Group])
+        self.records = weakref.WeakKeyDictionary()  # graph -> Record
         self.reported = set()
         self.messages = []
         self.broken = False
         self._undo = []
-        # V2 only: what each builder returned last.
+        # V2 only.
+        self.managed = False  # whether there is a manager of graphs
+        self.watch_builds: Callable = lambda: None  # hooks the builders' steps
         self.capturing = 0
         self.pending = {}  # builder -> Group, built since the capture of the graph before
-        self.readers = weakref.WeakKeyDictionary()  # builder -> Fields over all graphs' paths
-        self.latest = weakref.WeakKeyDictionary()  # builder -> {path: address} as of its last build
+        self.seen = weakref.WeakKeyDictionary()  # builder -> Seen
         self.layers = weakref.WeakKeyDictionary()  # builder -> names of its layers
 
     # -- hooks
@@ -244,8 +301,13 @@ class Guard:
         groups = self.groups(attn_metadata)
         output = call()
         if graph() is not None:
-            self.records[graph()] = (_batch(key), groups or [])
+            self.note(graph(), Record(_batch(key), groups or []))
         return output
+
+    def note(self, graph, record) -> None:
+        self.records[graph] = record
+        with contextlib.suppress(AttributeError):  # then each replay goes the long way
+            setattr(graph, Record.ATTRIBUTE, record)
 
     @_never_in_the_way
     def replayed(self, graph, attn_metadata) -> None:
@@ -253,17 +315,16 @@ class Guard:
         record = self.records.get(graph)
         if record is None:
             return
-        batch, groups = record
         by_layer = attn_metadata if isinstance(attn_metadata, list) else (attn_metadata,)
         moved = []
-        for group in groups:
+        for group in record.groups:
             at, layer = group.layer
             metadata = by_layer[at].get(layer) if at < len(by_layer) else None
             if metadata is None:
                 continue
             now = group.fields.addresses(metadata)
             if now != group.captured:
-                moved += self.moved(batch, layer, group, now)
+                moved += self.moved(record.batch, layer, group, now)
         self.act(moved)
 
     def moved(self, batch, layer, group, now) -> list[tuple[str, str, str]]:
@@ -305,23 +366,28 @@ class Guard:
             known = self.layers.get(builder) or getattr(builder, "layer_names", None) or [type(builder).__name__]
             self.pending[builder] = self.group(known[0], metadata)
             return
-        reader = self.readers.get(builder)
-        if reader is not None:
-            self.latest[builder] = reader.addresses(metadata)
+        seen = self.seen.get(builder)
+        if seen is not None:
+            seen.build(metadata)
 
     @_never_in_the_way
     def captured(self, key, graph) -> None:
         """V2: `graph` has just been captured under `key`, an int or a batch descriptor."""
-        groups = []
+        groups, all_seen = [], []
         for builder, group in self.pending.items():
-            reader = self.readers.get(builder)
-            paths = list(reader.paths) if reader else []
-            new = [path for path in group.fields.paths if path not in paths]
-            if new or reader is None:
-                self.readers[builder] = Fields(paths + new)
-            groups.append((weakref.ref(builder), group))
+            seen = self.seen.get(builder)
+            if seen is None:
+                seen = self.seen[builder] = Seen()
+                with contextlib.suppress(AttributeError):
+                    builder._stalegraph_seen = seen
+            new = [path for path in group.fields.paths if path not in seen.fields.paths]
+            if new:
+                seen.fields = Fields([*seen.fields.paths, *new])
+                seen.latest = None
+            groups.append(group)
+            all_seen.append(seen)
         self.pending.clear()
-        self.records[graph] = (_batch(key), groups)
+        self.note(graph, Record(_batch(key), groups, all_seen))
 
     @_never_in_the_way
     def run(self, graph) -> None:
@@ -329,25 +395,25 @@ class Guard:
         record = self.records.get(graph)
         if record is None:
             return
-        batch, groups = record
         moved = []
-        for reference, group in groups:
-            builder = reference()
-            latest = self.latest.get(builder) if builder is not None else None
-            if latest is None:
-                continue
-            paths = self.readers[builder].paths
-            if paths != group.fields.paths:  # graphs of this builder differ in their fields
-                by_path = dict(zip(paths, latest, strict=True))
-                latest = [by_path.get(path) for path in group.fields.paths]
-            if latest != group.captured:
-                moved += self.moved(batch, group.layer, group, latest)
+        for group, seen in zip(record.groups, record.seen):
+            latest = seen.of(group)
+            if latest is not None and latest != group.captured:
+                moved += self.moved(record.batch, group.layer, group, latest)
         self.act(moved)
 
 
 def _batch(key):
     """The size a graph was captured for: requests where the key says so, else tokens."""
     return getattr(key, "num_reqs", None) or getattr(key, "num_tokens", key)
+
+
+def _sure(check, *given) -> bool:
+    """`check(*given)`, or False where it fails: then the long way is taken, on which faults are told."""
+    try:
+        return check(*given)
+    except Exception:
+        return False
 
 
 def _watch_v1(module):
@@ -359,20 +425,24 @@ def _watch_v1(module):
 
     def wrap(original):
         def __call__(wrapper, *args, **kwargs):
-            if wrapper.runtime_mode != full or _guard is not guard:
+            if wrapper.runtime_mode != full or _guard is not guard or guard.broken:
                 return original(wrapper, *args, **kwargs)
             try:
                 context = module.get_forward_context()
             except AssertionError:  # outside of inference, where the wrapper just calls the model
                 return original(wrapper, *args, **kwargs)
-            if context.cudagraph_runtime_mode != full or not context.attn_metadata:
+            metadata, key = context.attn_metadata, context.batch_descriptor
+            if context.cudagraph_runtime_mode != full or not metadata:
                 return original(wrapper, *args, **kwargs)
-            key = context.batch_descriptor
+            graph = getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
+            record = record_of(graph)
+            if record is not None and _sure(record.holds, metadata):
+                return original(wrapper, *args, **kwargs)
 
-            def graph():
+            def captured():
                 return getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
 
-            return guard.step(graph, key, context.attn_metadata, lambda: original(wrapper, *args, **kwargs))
+            return guard.step(captured, key, metadata, lambda: original(wrapper, *args, **kwargs))
 
         return __call__
 
@@ -422,6 +492,8 @@ def _watch_v2(module):
             original(manager, *args, **kwargs)
             if type(getattr(manager, "graphs", None)) is dict:
                 manager.graphs = WatchedGraphs(manager.graphs)
+            guard.managed = True
+            _quietly(guard.watch_builds)
 
         return __init__
 
@@ -439,8 +511,10 @@ def _watch_v2(module):
     def wrap_run(original):
         def run(manager, key, *args, **kwargs):
             graph = manager.graphs.get(key)
-            if graph is not None and _guard is guard:
-                guard.run(graph)
+            if graph is not None and _guard is guard and not guard.broken:
+                record = record_of(graph)
+                if record is None or not _sure(record.held):
+                    guard.run(graph)
             return original(manager, key, *args, **kwargs)
 
         return run
@@ -465,8 +539,10 @@ def _watch_builders(module):
     def wrap(original):
         def build(builder, *args, **kwargs):
             metadata = original(builder, *args, **kwargs)
-            if _guard is guard:
-                guard.built(builder, metadata)
+            if _guard is guard and not guard.broken:
+                seen = None if guard.capturing else getattr(builder, "_stalegraph_seen", None)
+                if seen is None or not _sure(seen.build, metadata):
+                    guard.built(builder, metadata)
             return metadata
 
         return build
@@ -479,26 +555,39 @@ def _watch_builders(module):
 
         return __init__
 
-    def hook_class(cls):
-        wraps = {"__init__": wrap_init, "build": wrap, "build_for_cudagraph_capture": wrap}
-        for name in wraps.keys() & cls.__dict__.keys():
-            guard.hook(cls, name, wraps[name])
+    hooks = {"__init__": wrap_init}  # the rest once there is a manager: V1's steps need none of it
+
+    def hook_class(cls, hooks):
+        for name in hooks.keys() & cls.__dict__.keys():
+            guard.hook(cls, name, hooks[name])
 
     base = module.AttentionMetadataBuilder
     original = base.__dict__.get("__init_subclass__")
 
     def __init_subclass__(cls, **kwargs):
         super(base, cls).__init_subclass__(**kwargs)
-        _quietly(lambda: hook_class(cls))
+        _quietly(lambda: hook_class(cls, hooks))
 
-    def hook():
+    def hook_all(hooks):
         waiting, seen = [base], set()
         while waiting:
             cls = waiting.pop()
             if cls not in seen:
                 seen.add(cls)
-                hook_class(cls)
+                hook_class(cls, hooks)
                 waiting += cls.__subclasses__()
+
+    def watch_builds():
+        if "build" not in hooks:
+            more = dict.fromkeys(("build", "build_for_cudagraph_capture"), wrap)
+            hooks.update(more)
+            hook_all(more)
+
+    def hook():
+        hook_all(hooks)
+        guard.watch_builds = watch_builds
+        if guard.managed:
+            watch_builds()
         if original is None:
             base.__init_subclass__ = classmethod(__init_subclass__)
             guard._undo.append((base, "__init_subclass__", None))

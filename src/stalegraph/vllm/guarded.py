@@ -204,23 +204,23 @@ class Switch:
 class Meter:
     """Counts the replays that the guard compares while the context is open, and its own seconds; not for timed rounds.
 
-    `compared` are calls of its comparison, `seconds` go from the start to the end of each of the guard's methods that
-    a step calls.
+    `seconds` go from the start to the end of what it does at each step: noting what a builder returned, comparing.
     """
 
-    COMPARE, ALL = ("replayed", "run"), ("replayed", "run", "built")
+    STEPS = ((guard.Seen, "build", 0), (guard.Record, "held", 1), (guard.Record, "holds", 1))  # which of them compare
 
-    def __init__(self, watching: guard.Guard):
-        self.watching, self.compared, self.seconds = watching, 0, 0.0
+    def __init__(self):
+        self.compared, self.seconds = 0, 0.0
+        self.own = [(owner, name, getattr(owner, name)) for owner, name, _ in self.STEPS]
 
     def __enter__(self):
-        for name in self.ALL:
-            setattr(self.watching, name, self._metered(name, getattr(self.watching, name)))
+        for (owner, name, compares), (_, _, method) in zip(self.STEPS, self.own):
+            setattr(owner, name, self._metered(method, compares))
         return self
 
-    def _metered(self, name, method):
+    def _metered(self, method, compares):
         def metered(*args):
-            self.compared += name in self.COMPARE
+            self.compared += compares
             began = time.perf_counter()
             try:
                 return method(*args)
@@ -230,8 +230,8 @@ class Meter:
         return metered
 
     def __exit__(self, *_):
-        for name in self.ALL:
-            delattr(self.watching, name)
+        for owner, name, method in self.own:
+            setattr(owner, name, method)
 
 
 def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
@@ -270,7 +270,7 @@ def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch:
     ways = {"on": switch.on, "off": switch.off}
     for name in ways:  # not timed: warms up, and shows that the switch does what it says
         ways[name]()
-        with Meter(guard._guard) as meter:
+        with Meter() as meter:
             generate()
         one["compared"][name] = meter.compared
         if meter.compared:
