@@ -141,19 +141,20 @@ def test_the_guards_message_is_found_below_another_exception():
     assert guarded.failure(ValueError("x"))["guard"] is None
 
 
-def test_the_switch_takes_the_hooks_out_and_puts_the_same_ones_back():
+def test_the_switch_takes_the_hooks_out_of_the_way_and_leaves_the_class_as_it_is():
     class Wrapper:
-        def __call__(self):
-            return "own"
+        def __call__(self, word="own"):
+            return word
 
     own, watching = Wrapper.__call__, guard.Guard("warn")
-    watching.hook(Wrapper, "__call__", lambda original: lambda wrapper: "hooked")
-    hooked, switch = Wrapper.__call__, guarded.Switch(watching)
-    switch.off()
-    assert Wrapper.__call__ is own and Wrapper()() == "own"
-    switch.on()
-    assert Wrapper.__call__ is hooked and Wrapper()() == "hooked"
-    switch.off()
+    watching.hook(Wrapper, "__call__", lambda original: lambda wrapper, word="": "hooked " + original(wrapper, word))
+    switch, standing = guarded.Switch(watching), Wrapper.__call__
+    for _ in range(2):
+        switch.off()
+        assert Wrapper()("word") == "word" and Wrapper()() == "own"
+        switch.on()
+        assert Wrapper()("word") == "hooked word"
+    assert Wrapper.__call__ is standing
     watching.unhook()
     assert Wrapper.__call__ is own
 

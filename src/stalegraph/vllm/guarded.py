@@ -17,6 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 from stalegraph.errors import StalegraphError, StaleReadError, UsageError
@@ -186,19 +187,31 @@ def failure(error: BaseException) -> dict:
 
 
 class Switch:
-    """Takes the guard's hooks out of vLLM and puts the same ones back: its records of captured graphs stay."""
+    """Takes the guard's hooks out of the way and puts them back: its records of captured graphs stay.
+
+    In each hook's place stands, from now on, a function that calls either the hook or what vLLM had there. Both ways
+    pay for that alike; to set the classes' attributes again and again would make the interpreter forget what it knows
+    of these classes, and the turns after it slower.
+    """
 
     def __init__(self, watching: guard.Guard):
-        hooks = [(owner, name, original) for owner, name, original in watching._undo if original is not None]
-        self.hooks = [(owner, name, original, owner.__dict__[name]) for owner, name, original in hooks]
+        self.watches = True
+        self.hooks = [(owner, name, original) for owner, name, original in watching._undo if original is not None]
+        for owner, name, original in self.hooks:
+            setattr(owner, name, self._either(original, owner.__dict__[name]))
+
+    def _either(self, original, hooked):
+        @wraps(original)
+        def either(*args, **kwargs):
+            return (hooked if self.watches else original)(*args, **kwargs)
+
+        return either
 
     def on(self) -> None:
-        for owner, name, _, hooked in self.hooks:
-            setattr(owner, name, hooked)
+        self.watches = True
 
     def off(self) -> None:
-        for owner, name, original, _ in self.hooks:
-            setattr(owner, name, original)
+        self.watches = False
 
 
 class Meter:
