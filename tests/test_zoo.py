@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from stalegraph import zoo
 from stalegraph.audit import HAZARDS, watch
 from stalegraph.errors import UsageError
 from stalegraph.simulator import Device
+from stalegraph.vllm.suspects.lineup import SUSPECTS
+from stalegraph.vllm.suspects.report import STORIES
 from stalegraph.zoo.detectors import is_expected
 from stalegraph.zoo.run import Outcome, _steps, run, run_watched
 
@@ -26,7 +29,7 @@ def device():
 
 def test_the_classes_that_the_map_names_first_are_there():
     assert set(zoo.REPLICAS.values()) == {"A", "B", "C", "E", "F", "G", "H", "I1", "J2", "M"}
-    assert list(zoo.REPLICAS.values()).count("A") == 2  # kept and dropped
+    assert {"rebound_kept", "rebound_dropped"} < set(zoo.REPLICAS)
     with pytest.raises(UsageError, match="orphan_cast"):
         zoo.load("orphan")
     with pytest.raises(UsageError, match="fixed"):
@@ -99,8 +102,22 @@ def test_bug_and_fix_differ_in_one_member_and_name_their_report(name):
     member = getattr(members[0], "name", None) or members[0].targets[0].id
     assert hasattr(module.Buggy, member)
     assert module.Fixed.__mro__[1] is module.Buggy
-    assert re.search(r"#\d+|control", module.Buggy.report)
+    to_file = re.search(r"repro/reports/(\S+)\.md", module.Buggy.report)
+    assert to_file or re.search(r"#\d+|control", module.Buggy.report)
     assert module.__doc__.startswith(f"{zoo.REPLICAS[name]}:")
+
+
+def test_each_confirmed_suspect_has_its_replica_and_each_names_the_other():
+    reports = Path(__file__).parents[1] / "repro" / "reports"
+    named = {}
+    for name in NAMES:
+        to_file = re.search(r"repro/reports/(\S+)\.md", zoo.load(name).report)
+        if to_file:
+            named[to_file.group(1)] = name
+    confirmed = {one.report for one in SUSPECTS if "confirmed" in one.expected.values()}
+    assert set(named) == confirmed == {path.stem for path in reports.glob("*.md")} == set(STORIES)
+    for report, name in named.items():
+        assert STORIES[report].replica == name and f"`stalegraph.zoo.{name}`" in (reports / f"{report}.md").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -42,6 +42,7 @@ OVERWRITES = frozenset(
     )
 )
 RESIZE = "aten::resize_"
+SET = "aten::set_"  # how copy.deepcopy hands a tensor the storage that it has copied
 NOT_VALUES = frozenset(
     ("dim", "dims", "dim0", "dim1", "size",
      "sizes", "shape", "stride", "storage_offset", "layout", "dtype", "pin_memory",
@@ -189,6 +190,10 @@ class Witness(TorchDispatchMode):
             for value in fresh:
                 self.book.note(value, made=name)
             if name == RESIZE and inputs:
+                self.book.note(inputs[0][2], made=name)
+            if name == SET and inputs:
+                if self.book.find(inputs[0][2]) is not None:
+                    return  # it points a tensor at bytes and writes none
                 self.book.note(inputs[0][2], made=name)
             self._hosted(name, inputs)
 

@@ -1,4 +1,4 @@
-"""Replicas of public bugs, buggy and fixed side by side, that an audit must tell apart."""
+"""Replicas of public bugs and of confirmed suspects, buggy and fixed side by side, that an audit must tell apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 from stalegraph.errors import UsageError
 
 # Name -> class of bug, in the order of the hazard map; M is the control, with no broken invariant.
+# The second part holds what was found in released builders (stalegraph.vllm.suspects), with a report to file for each.
 REPLICAS = {
     "rebound_kept": "A",
     "rebound_dropped": "A",
@@ -20,6 +21,10 @@ REPLICAS = {
     "padded_row": "I1",
     "recycled_pinned": "J2",
     "look_alike": "M",
+    "gathered_indices": "A",
+    "copied_metadata": "A",
+    "split_microbatch": "A",
+    "warmup_plan": "B",
 }
 FORMS = ("buggy", "fixed")
 

@@ -14,6 +14,7 @@ class Story:
     where: str
     reach: str
     fix: str
+    replica: str  # its name in the zoo
     remedy: str = "with each step's metadata copied into the tensors of the capture"
 
 
@@ -37,6 +38,7 @@ STORIES = {
         """,
         fix="Build metadata anew between warm-up and capture, which the V2 runner does from 0.22.0 on.",
         remedy="with metadata built anew between warm-up and capture",
+        replica="warmup_plan",
     ),
     "linear-attention-align": Story(
         title="""
@@ -64,6 +66,7 @@ STORIES = {
             only and full graphs are on, padded rows set to the pad slot; the Bailing subclass in the same file does
             so in 0.33.0.
         """,
+        replica="gathered_indices",
     ),
     "whisper-block-pooling": Story(
         title="""
@@ -82,6 +85,7 @@ STORIES = {
             writes to persistent buffers; by reading, 0.30.0 does so too.
         """,
         fix="Upgrade to a release that has the persistent buffers (0.30.0 or later).",
+        replica="copied_metadata",
     ),
     "microbatch-split": Story(
         title="V1 dual batch overlap: a request cut by the split leaves frozen seq_lens in full decode graphs",
@@ -103,6 +107,7 @@ STORIES = {
             Write query_start_loc and seq_lens of each microbatch to persistent buffers (the V2 runner's overlap
             does, from 0.30.0 on), or split at a request's boundary.
         """,
+        replica="split_microbatch",
     ),
 }
 
@@ -111,8 +116,9 @@ SHOWN = """
     The release's own builder and forward method, taken from its wheel, ran on a simulated GPU with the kernels below
     them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
     Odd-sized tensors were allocated between steps. The fourth column is the same run {remedy}: that alone
-    made the output right. Command: `{command}` (torch {torch}, {date}). It was not
-    run on a GPU.
+    made the output right. Command: `{command}` (torch {torch}, {date}). The
+    release's code was not run on a GPU; a replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`,
+    runs with its fixed twin on the simulated GPU and on a real one.
 """
 
 
@@ -124,7 +130,9 @@ def report(name: str, examinations: list[dict], provenance: dict) -> str:
     """The issue text of story `name`, with a table of its examinations as `Examination.to_json` gives them."""
     story = STORIES[name]
     command, date = provenance["command"].split(" --record")[0], provenance["date"][:10]
-    shown = _flow(SHOWN).format(remedy=story.remedy, command=command, torch=provenance["torch"], date=date)
+    shown = _flow(SHOWN).format(
+        remedy=story.remedy, command=command, torch=provenance["torch"], date=date, replica=story.replica
+    )
     head = ("vLLM", "verdict", "wrong steps", "with the remedy", "stale and read by a captured kernel")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for item in examinations:
