@@ -331,7 +331,8 @@ def test_a_fault_of_the_guard_ends_the_guard_and_not_the_step(module, monkeypatc
     step = v1(module)
     watching = watch("raise")
     step({"layer": metadata()})
-    monkeypatch.setattr(guard.Fields, "addresses", lambda *_: 1 / 0)
+    (record,) = watching.records.values()
+    monkeypatch.setattr(record.groups[0].fields, "addresses", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
         assert step({"layer": metadata()}) == "replayed"
         assert step({"layer": metadata()}) == "replayed"
@@ -366,7 +367,8 @@ def test_v2_a_fault_of_the_guard_is_told_and_ends_it_but_no_step(module, where, 
     def fails(*_):
         raise RuntimeError("odd metadata")
 
-    owner, name = (guard.Fields, "addresses") if where == "build" else (guard.Record, "held")
+    fields = watching.seen[builder].fields
+    owner, name = (fields, "addresses") if where == "build" else (guard.Record, "held")
     monkeypatch.setattr(owner, name, fails)
     monkeypatch.setattr(guard.Seen, "of", fails)
     assert builder.build(4) is not None and manager.run_fullgraph(4) == "replayed"

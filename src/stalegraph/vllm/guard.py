@@ -100,25 +100,30 @@ def spell(path) -> str:
 class Fields:
     """Some tensors below a metadata object, each by its path, whose addresses are read as fast as Python allows.
 
-    Attribute paths are fetched by one `operator.attrgetter` call; items of dicts and sequences are rare in metadata.
+    `addresses(metadata)` gives the address of each path's tensor, in the order of `paths`; None where there is no
+    tensor now. Attribute paths are fetched by one `operator.attrgetter` call; items of dicts and sequences are rare.
     """
 
     def __init__(self, paths):
-        import torch
-
         self.paths = tuple(paths)
         names = [".".join(path) for path in self.paths if not any(isinstance(step, Item) for step in path)]
-        self._fetch = operator.attrgetter(*names) if 1 < len(names) == len(self.paths) else None
-        self._address = torch.Tensor.data_ptr  # not looked up anew for each tensor of each step
+        self.addresses = self._fetched(names) if 1 < len(names) == len(self.paths) else self._walked
 
-    def addresses(self, metadata) -> list[int | None]:
-        """The address of each path's tensor, in the order of `paths`; None where there is no tensor now."""
-        if self._fetch is not None:
-            try:
-                return list(map(self._address, self._fetch(metadata)))
-            except (AttributeError, TypeError):  # a field is None or gone in this step
-                pass
+    def _walked(self, metadata) -> list[int | None]:
         return [_address(metadata, path) for path in self.paths]
+
+    def _fetched(self, names) -> Callable[[object], list[int | None]]:
+        import torch
+
+        fetch, address, walked = operator.attrgetter(*names), torch.Tensor.data_ptr, self._walked
+
+        def addresses(metadata):
+            try:
+                return list(map(address, fetch(metadata)))
+            except (AttributeError, TypeError):  # a field is None or gone in this step
+                return walked(metadata)
+
+        return addresses
 
 
 def _address(value, path) -> int | None:
@@ -187,17 +192,16 @@ class Record:
     where it was. Each graph also has its record as an attribute, which a step reads faster than a weak dictionary.
     """
 
-    ATTRIBUTE = "_stalegraph_record"
-
     def __init__(self, batch, groups, seen=()):
         self.batch, self.groups, self.seen = batch, groups, seen
+        # (microbatch, layer, how to read, captured) of each group, so that a step looks up no more than it must.
+        self._short = [(*group.layer, group.fields.addresses, group.captured) for group in groups if not seen]
 
     def holds(self, attn_metadata) -> bool:
         """V1: whether all fields of this step's metadata lie where they were captured."""
-        for group in self.groups:
-            at, layer = group.layer
-            metadata = (attn_metadata if type(attn_metadata) is dict else attn_metadata[at])[layer]
-            if group.fields.addresses(metadata) != group.captured:
+        one = type(attn_metadata) is dict
+        for at, layer, addresses, captured in self._short:
+            if addresses((attn_metadata if one else attn_metadata[at])[layer]) != captured:
                 return False
         return True
 
@@ -207,10 +211,6 @@ class Record:
             if seen.latest is not None and seen.latest != group.captured:
                 return False
         return True
-
-
-def record_of(graph) -> Record | None:
-    return getattr(graph, Record.ATTRIBUTE, None)
 
 
 def _never_in_the_way(method):
@@ -307,7 +307,7 @@ class Guard:
     def note(self, graph, record) -> None:
         self.records[graph] = record
         with contextlib.suppress(AttributeError):  # then each replay goes the long way
-            setattr(graph, Record.ATTRIBUTE, record)
+            graph._stalegraph_record = record
 
     @_never_in_the_way
     def replayed(self, graph, attn_metadata) -> None:
@@ -408,14 +408,6 @@ def _batch(key):
     return getattr(key, "num_reqs", None) or getattr(key, "num_tokens", key)
 
 
-def _sure(check, *given) -> bool:
-    """`check(*given)`, or False where it fails: then the long way is taken, on which faults are told."""
-    try:
-        return check(*given)
-    except Exception:
-        return False
-
-
 def _watch_v1(module):
     """Hook `CUDAGraphWrapper.__call__`, which captures and replays; its PIECEWISE instances are let be."""
     guard = _guard
@@ -425,24 +417,31 @@ def _watch_v1(module):
 
     def wrap(original):
         def __call__(wrapper, *args, **kwargs):
-            if wrapper.runtime_mode != full or _guard is not guard or guard.broken:
+            if wrapper.runtime_mode is not full or _guard is not guard or guard.broken:
                 return original(wrapper, *args, **kwargs)
+            try:  # the short way, which every step goes as long as nothing has moved
+                context = module.get_forward_context()
+                graph = wrapper.concrete_cudagraph_entries[context.batch_descriptor].cudagraph
+                held = graph._stalegraph_record.holds(context.attn_metadata)
+            except Exception:  # whatever it is, the long way tells it
+                held = False
+            if held:
+                return original(wrapper, *args, **kwargs)
+            return watched(wrapper, args, kwargs)
+
+        def watched(wrapper, args, kwargs):
             try:
                 context = module.get_forward_context()
             except AssertionError:  # outside of inference, where the wrapper just calls the model
                 return original(wrapper, *args, **kwargs)
             metadata, key = context.attn_metadata, context.batch_descriptor
-            if context.cudagraph_runtime_mode != full or not metadata:
-                return original(wrapper, *args, **kwargs)
-            graph = getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
-            record = record_of(graph)
-            if record is not None and _sure(record.holds, metadata):
+            if context.cudagraph_runtime_mode is not full or not metadata:
                 return original(wrapper, *args, **kwargs)
 
-            def captured():
+            def graph():
                 return getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
 
-            return guard.step(captured, key, metadata, lambda: original(wrapper, *args, **kwargs))
+            return guard.step(graph, key, metadata, lambda: original(wrapper, *args, **kwargs))
 
         return __call__
 
@@ -510,10 +509,13 @@ def _watch_v2(module):
 
     def wrap_run(original):
         def run(manager, key, *args, **kwargs):
-            graph = manager.graphs.get(key)
-            if graph is not None and _guard is guard and not guard.broken:
-                record = record_of(graph)
-                if record is None or not _sure(record.held):
+            if _guard is guard and not guard.broken:
+                graph = manager.graphs.get(key)
+                try:
+                    held = graph._stalegraph_record.held()
+                except Exception:
+                    held = graph is None
+                if not held:
                     guard.run(graph)
             return original(manager, key, *args, **kwargs)
 
@@ -540,8 +542,11 @@ def _watch_builders(module):
         def build(builder, *args, **kwargs):
             metadata = original(builder, *args, **kwargs)
             if _guard is guard and not guard.broken:
-                seen = None if guard.capturing else getattr(builder, "_stalegraph_seen", None)
-                if seen is None or not _sure(seen.build, metadata):
+                try:
+                    seen = None if guard.capturing else builder._stalegraph_seen.build(metadata)
+                except Exception:
+                    seen = None
+                if not seen:
                     guard.built(builder, metadata)
             return metadata
 
