@@ -18,7 +18,7 @@ def spread_of(costs):
 
 
 def row(batch=1, context=1024, heads=16):
-    host = {"regressed": 16.0, "copying": 52.0, "inplace": 12.0, "ingraph": 5.0, "copying_0_14": 80.0}
+    host = {"regressed": 16.0, "copying": 52.0, "inplace": 12.0, "ingraph": 0.5, "copying_0_14": 80.0}
     allocates = {name: 0 if name in ("inplace", "ingraph") else 2 for name in gpu.WAYS}
     return {
         "heads": heads, "batch": batch, "context": context, "num_sm_parts": 132,
@@ -34,7 +34,8 @@ def row(batch=1, context=1024, heads=16):
 @pytest.fixture
 def data():
     largest = {"heads": 16, "batch": 2048, "context": 1024, "gpu_schedule_us": spread_of(COSTS)}
-    return {"rows": [row(), row(batch=512)], "largest": [largest]}
+    between = {"heads": 16, "batch": 64, "context": 1024, "gpu_schedule_us": row()["gpu_schedule_us"]}
+    return {"rows": [row(), row(batch=512)], "between": [between], "largest": [largest]}
 
 
 def test_spread_gives_median_and_deciles():
@@ -53,7 +54,7 @@ def test_ways_take_turns_forwards_and_backwards():
 
 def test_every_claim_holds_where_it_should(data):
     claims = gpu.summary(data)
-    assert len(claims) == 7 and all(claim["holds"] for claim in claims)
+    assert len(claims) == 8 and all(claim["holds"] for claim in claims)
     assert claims[0]["worst"] == 0.2 and claims[0]["limit"] == 0.3
 
 
@@ -65,6 +66,7 @@ def test_every_claim_holds_where_it_should(data):
         ("host_build_us", "inplace", 16.5, "host time of a build, in place over regressed"),
         ("host_plan_us", "inplace", 16.5, "host time of a plan, in place over regressed"),
         ("host_plan_us", "inplace", 19.0, "host time of a plan, in place over #35175's"),
+        ("host_build_us", "ingraph", 1.5, "host time of a build, in graph, us"),
         ("step_us", "ingraph", 117.0, "whole step, in graph over regressed"),
     ],
 )
@@ -79,6 +81,12 @@ def test_an_allocation_breaks_its_claim(data):
     assert [found["claim"] for found in gpu.summary(data) if not found["holds"]] == [
         "allocations a build, in place and in graph"
     ]
+
+
+def test_a_batch_between_counts_for_both_limits(data):
+    data["between"][0]["gpu_schedule_us"]["inplace"] = gpu.spread([9.0])
+    broken = [found for found in gpu.summary(data) if not found["holds"]]
+    assert [found["where"] for found in broken] == ["batch 64, context 1024, 16 heads"] * 2
 
 
 def test_the_largest_batches_count_for_the_absolute_limit_only(data):
@@ -111,7 +119,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
 
 @pytest.mark.gpu
 def test_a_quick_run_measures_every_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "QUICK", gpu.Sizes((2,), (1024,), (16,), (1500,), 2))
+    monkeypatch.setattr(gpu, "QUICK", gpu.Sizes((2,), (1024,), (16,), (3,), (1500,), 2))
     path = tmp_path / "bench.json"
     gpu.main(argparse.Namespace(json=str(path), quick=True, flashmla_lib=None))
     record = json.loads(path.read_text())
@@ -119,4 +127,4 @@ def test_a_quick_run_measures_every_way(tmp_path, monkeypatch):
     assert set(found["step_us"]) == set(found["host_build_us"]) == set(gpu.WAYS)
     allocations = {name: count["allocations"] for name, count in found["build_allocates"].items()}
     assert allocations["inplace"] == allocations["ingraph"] == 0 < allocations["regressed"]
-    assert record["provenance"]["sm_count"] > 0 and record["data"]["largest"][0]["batch"] == 1500
+    assert record["provenance"]["sm_count"] > 0 and [record["data"][name][0]["batch"] for name in ("between", "largest")] == [3, 1500]

@@ -46,10 +46,11 @@ def test_a_fixed_release_answers_all_four_questions(run, runner):
     assert [one["accuracy"] < 1 for one in named["batches"]] == [True] * 3
     assert raised["batches"] == [] and raised["failure"]["batch"] == 1
     assert raised["failure"]["kind"] == "StaleReadError" and "num_splits" in raised["failure"]["guard"]
-    (cost,) = data["cost"]
-    assert cost["shown"] and [one["batch"] for one in cost["batches"]] == [1, 3]
-    for one in cost["batches"]:
-        assert one["compared"] == {"on": 40, "off": 0} and one["right"] and one["findings"] == []
+    assert [(cost["model"], cost["shown"]) for cost in data["cost"]] == [("reciter", True), ("deep", True)]
+    assert all([one["batch"] for one in cost["batches"]] == [1, 3] for cost in data["cost"])
+    for cost, one in [(cost, one) for cost in data["cost"] for one in cost["batches"]]:
+        assert one["compared"] == {"on": 40, "off": 0} and one["findings"] == []
+        assert one["right"] is (True if cost["model"] == "reciter" else None)
         assert one["added_us"]["pairs"] == 3 * 2 and one["own_us"] > 0  # 40 steps: 8 skipped, two pairs of turns of 6
         added = one["added_us"]["median"] / (1e3 * one["off"]["median"])
         assert one["ratio"] == pytest.approx(1 + added)

@@ -178,7 +178,7 @@ def test_the_cuda_source_makes_the_page_before_an_empty_row_safe(compiled):
 def test_a_change_to_the_cuda_source_is_noticed(compiled, change):
     plan, draw = compiled(change), random.Random(8)
     cases = [random_lengths(draw) for _ in range(40)] + [[5000, 0, 70, 900]]
-    cases += [[draw.randint(0, 3000) for _ in range(draw.randint(2, 32))] for _ in range(40)]
+    cases += [[draw.randint(0, 3000) for _ in range(draw.randint(2, launch.FEW))] for _ in range(200)]
     assert any(plan(lengths, 132) != reference(lengths, 132) for lengths in cases)
 
 

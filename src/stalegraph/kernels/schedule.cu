@@ -281,7 +281,7 @@ schedule_few(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_spl
     if (away <= 0) first = 0, further = -away;
     if (lane >= requests) first = BEYOND;
     int lost = 0, turns = 0, least = 0;  // lost so far, less `turns` strides; the first part that can be next
-#pragma unroll 2
+#pragma unroll 4
     for (int request = 0; request < requests; request++) {
         int its = __shfl_sync(ALL, first, request) - turns, ahead = __shfl_sync(ALL, further, request) + lost;
         if (ahead >= stride) its--, ahead -= stride;

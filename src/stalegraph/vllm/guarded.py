@@ -1,7 +1,8 @@
 """`python -m stalegraph.vllm.guarded`: what the guard says in engines of the installed vLLM, and what it costs.
 
-Four questions, each put to engines of the reciter with full decode graphs: is the guard silent where nothing is wrong,
+Four questions, put to engines of the reciter with full decode graphs: is the guard silent where nothing is wrong,
 does it name the stale fields at the first replay, does raise mode fail the request, and what does a token cost more.
+The last is also put to a model of DeepSeek-V2-Lite's depth: the reciter's one layer leaves a step little else to do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from stalegraph.vllm.evidence import provenance
 from stalegraph.vllm.export import export
 from stalegraph.vllm.pace import SKIPPED, Lane, Stamps, spread
 from stalegraph.vllm.reproduce import PROMPT
-from stalegraph.vllm.timings import SHORT, numbers, release, say, target
+from stalegraph.vllm.timings import DEEP, MODELS, SHORT, arguments, deep, numbers, release, say, target
 
 BATCHES = (1, 3, 8)
 TOKENS = 1000
@@ -43,16 +44,20 @@ MESSAGES_KEPT = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One engine with the guard in `guard` mode: `question` is "silent", "named", "raised" or "cost"."""
+    """One engine with the guard in `guard` mode: `question` is "silent", "named", "raised" or "cost".
+
+    `model` is one of `timings.MODELS`; all but "cost" are put to the reciter.
+    """
 
     question: str
     runner: str
     settings: engine.Settings
     guard: str = "warn"
+    model: str = "reciter"
 
     @property
     def name(self) -> str:
-        return f"{self.question}-{self.runner}"
+        return f"{self.question}-{self.model}-{self.runner}"
 
 
 def plan(folders: dict[str, str], batches, tokens: int, runners=engine.RUNNERS) -> list[Case]:
@@ -71,13 +76,11 @@ def plan(folders: dict[str, str], batches, tokens: int, runners=engine.RUNNERS) 
 
 
 def costs(folders: dict[str, str], batches, tokens: int, runners=engine.RUNNERS) -> list[Case]:
-    """The engines whose tokens are timed, with the guard on and off in turn."""
+    """The engines whose tokens are timed, with the guard on and off in turn: `folders` by model."""
+    base = engine.Settings("", SHORT, batches=tuple(batches), tokens=tokens)
     return [
-        Case(
-            "cost",
-            runner,
-            engine.Settings(folders["short"], SHORT, batches=tuple(batches), tokens=tokens, runner=runner),
-        )
+        Case("cost", runner, replace(base, model=folders[model], runner=runner), model=model)
+        for model in MODELS
         for runner in runners
     ]
 
@@ -126,7 +129,7 @@ def begin(case: Case):
 
 def start(case: Case, vllm, facts: dict):
     known = set(getattr(getattr(vllm, "EngineArgs", None), "__dataclass_fields__", ())) or None
-    llm = vllm.LLM(**engine.arguments(case.settings, known))
+    llm = vllm.LLM(**arguments(case, known))
     facts["engine"] = engine.facts(llm) | engine.machine()
     return llm
 
@@ -262,15 +265,19 @@ def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
     if not lane.wait():
         return found
     for batch in settings.batches:
-        found["batches"].append(turns(llm, vllm, settings, batch, rounds, switch, stamps))
+        found["batches"].append(turns(llm, vllm, case, batch, rounds, switch, stamps))
         Path(progress).write_text(json.dumps(found))
     found["guard_broken"] = guard._guard.broken
     lane.arrive()
     return found
 
 
-def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch: Switch, stamps: Stamps) -> dict:
-    """One batch: `rounds` requests, during each of which the guard is on and off in turn, TURN steps at a time."""
+def turns(llm, vllm, case: Case, batch: int, rounds: int, switch: Switch, stamps: Stamps) -> dict:
+    """One batch: `rounds` requests, during each of which the guard is on and off in turn, TURN steps at a time.
+
+    `right` is None for a model of which no answer is the right one.
+    """
+    settings = case.settings
     prompts, texts = engine.token_prompts(llm, settings, batch), []
     wanted = [list(expected(bytes(ids), settings.tokens)) for ids in prompts]
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=settings.tokens, ignore_eos=True, detokenize=False)
@@ -291,7 +298,8 @@ def turns(llm, vllm, settings: engine.Settings, batch: int, rounds: int, switch:
     for _ in range(rounds):
         one["pairs"] += stamps.turns(generate, ways, TURN)
     switch.on()
-    return one | {"right": all(texts), "findings": list(guard._guard.messages)}
+    right = all(texts) if case.model == "reciter" else None
+    return one | {"right": right, "findings": list(guard._guard.messages)}
 
 
 # ------------------------------------------------------------------------------------------------- in the parent
@@ -374,12 +382,13 @@ def shown(case: Case, found: dict) -> bool:
 
 def priced(case: Case, result, file: str) -> dict:
     """One timed engine's record: time per output token with the guard on and off, and their ratio."""
-    found = {"question": "cost", "runner": case.runner, "builder": case.settings.builder} | found_by(result, file)
+    head = {"question": "cost", "model": case.model, "runner": case.runner, "builder": case.settings.builder}
+    found = head | found_by(result, file)
     for one in found.setdefault("batches", []):
         one |= prices(one.pop("pairs"))
         silent = one["compared"]["on"] > 0 and one["compared"]["off"] == 0 and not one["findings"]
-        one["shown"] = bool(silent and one["right"] and one["ratio"] is not None and one["ratio"] <= MOST_COST)
-        say(f"cost {case.runner} batch {one['batch']}: {price(one)}, as it must: {one['shown']}")
+        one["shown"] = bool(silent and one["right"] is not False and one["ratio"] is not None and one["ratio"] <= MOST_COST)
+        say(f"{case.name} batch {one['batch']}: {price(one)}, as it must: {one['shown']}")
     asked = [one["batch"] for one in found["batches"]] == list(case.settings.batches)
     found["shown"] = asked and all(one["shown"] for one in found["batches"]) and found["ended"]["ok"]
     if not found["ended"]["ok"]:
@@ -438,13 +447,14 @@ def main(args: argparse.Namespace) -> int:
     began = time.monotonic()
     runners = (args.runner,) if args.runner else engine.RUNNERS
     with tempfile.TemporaryDirectory(prefix="stalegraph-guarded-") as scratch:
-        texts = {"long": PROMPT, "short": SHORT}
+        texts = {"long": PROMPT, "reciter": SHORT}
         folders = {name: str(export(Path(scratch, name), text)) for name, text in texts.items()}
+        folders["deep"] = str(deep(Path(scratch, "deep")))
         watched = plan(folders, batches, args.tokens, runners)
         timed = costs(folders, cost_batches, args.cost_tokens, runners)
         answers, prices_found = measure(watched, timed, args.rounds, args.timeout)
     data = {"tokens": args.tokens, "cost_tokens": args.cost_tokens, "rounds": args.rounds, "most_cost": MOST_COST}
-    data |= {"engines": answers, "cost": prices_found}
+    data |= {"deep": DEEP, "engines": answers, "cost": prices_found}
     write(out.parent, out.stem, data, source)
     say(f"{len(answers) + len(prices_found)} engines in {time.monotonic() - began:.0f} s")
     return 0 if all(one["shown"] for one in [*answers, *prices_found]) else 1

@@ -67,8 +67,8 @@ def deep(folder: Path) -> Path:
     return folder
 
 
-def arguments(timing: Timing, known: set[str] | None) -> dict:
-    """The arguments of `vllm.LLM` for this engine."""
+def arguments(timing, known: set[str] | None) -> dict:
+    """The arguments of `vllm.LLM` for an engine with `model` and `settings`; `known` are those of this release."""
     found = engine.arguments(timing.settings, known)
     if timing.model == "deep":
         found |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
