@@ -281,15 +281,23 @@ schedule_few(const int* seq_lens, u32 batch, u32 parts, int4* rows, int* num_spl
     if (away <= 0) first = 0, further = -away;
     if (lane >= requests) first = BEYOND;
     int lost = 0, turns = 0, least = 0;  // lost so far, less `turns` strides; the first part that can be next
-#pragma unroll 4
-    for (int request = 0; request < requests; request++) {
+    const auto take = [&](int request) {
         int its = __shfl_sync(ALL, first, request) - turns, ahead = __shfl_sync(ALL, further, request) + lost;
         if (ahead >= stride) its--, ahead -= stride;
         if (its < least) its++, ahead += stride;
         if (lane == request) first = its, further = ahead;
         least = its + (ahead < overhead);
         lost += max(overhead - ahead, 0);
-        while (lost >= stride) lost -= stride, turns++;
+        if (lost >= stride) lost -= stride, turns++;
+    };
+    if (stride >= overhead) {  // no request loses more than one stride
+#pragma unroll 4
+        for (int request = 0; request < requests; request++) take(request);
+    } else {
+        for (int request = 0; request < requests; request++) {
+            take(request);
+            while (lost >= stride) lost -= stride, turns++;
+        }
     }
 
     // A request has one split more than parts that end inside it, which are those from `inside` on to before `first`.
