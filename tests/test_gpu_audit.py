@@ -1,5 +1,7 @@
 """On a GPU: the zoo on real CUDA graphs, programs without a bug, and what a watch makes of torch's own graphs."""
 
+import gc
+
 import pytest
 import torch
 
@@ -56,6 +58,31 @@ def test_a_raw_graph_of_torchs_own_under_a_watch():
     assert (finding.hazard, finding.verdict, finding.name, finding.address) == ("B", "reused", "scale", address)
     assert finding.node == 0 and finding.offset is not None and held
     assert not hasattr(torch.cuda.CUDAGraph, "_stalegraph_kept")
+
+
+def test_a_graph_that_is_garbage_does_not_die_within_a_capture():
+    """Were it destroyed there, the capture would be invalid; torch collects no garbage before a capture since 2.9."""
+
+    class Owner:
+        pass
+
+    with watch(quiet=True) as w:
+        x, owner = torch.ones(256, device="cuda"), Owner()
+        owner.itself, owner.graph = owner, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(owner.graph):
+            x * 2
+        owner.graph.replay()
+        gc.disable()
+        try:
+            del owner
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                gc.collect()
+                y = x * 3
+        finally:
+            gc.enable()
+        graph.replay()
+        assert y[0].item() == 3 and not w.report().findings
 
 
 def test_a_graph_without_its_nodes_is_told():

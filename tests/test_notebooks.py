@@ -24,6 +24,8 @@ WRONG = {
     "03_fixed_builder": {"builders": ["regressed"], "batches": [1], "tokens": 40},
     "04_padded_rows": {"builder": "regressed", "tokens": 20},
     "05_performance": {"cheap_builders": ["regressed"], "tokens": 10},
+    "06_vllm_engine": {"buggy": "copying"},
+    "07_find_the_next_one": {"builder": "copying", "tokens": 6},
 }
 # Smaller than the walkthrough's own sizes, so that the suite stays short.
 RIGHT = {

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -219,3 +220,18 @@ def test_a_record_is_a_json_file():
     timings.add_arguments(parser)
     with pytest.raises(UsageError, match="out is 'folder'"):  # before an engine is looked for
         timings.main(parser.parse_args(["--out", "folder"]))
+
+
+RECORD = Path(__file__).parents[1] / "repro" / "recorded" / "h200" / "vllm-0.20.2" / "timings.json"
+
+
+@pytest.mark.skipif(not RECORD.is_file(), reason="no timings.json was recorded on an H200")
+def test_the_recorded_times_are_of_engines_that_ended_well_and_only_the_regressed_one_recites_wrong():
+    engines = json.loads(RECORD.read_text())["data"]["engines"]
+    assert [(one["model"], one["variant"]) for one in engines] == [
+        (model, variant) for model in timings.MODELS for variant in timings.VARIANTS
+    ]
+    for one in engines:
+        right = None if one["model"] == "deep" else one["variant"] != "regressed"
+        assert one["ended"]["ok"] and [each["batch"] for each in one["batches"]] == [1, 8, 64]
+        assert all(each["right"] is right and each["ms_per_token"]["count"] >= 5 for each in one["batches"])

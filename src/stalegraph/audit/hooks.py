@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 
 import torch
@@ -92,6 +93,7 @@ def _cuda(watch) -> None:
         self._stalegraph_kept = keep_graph
 
     def watched_begin(self, *args, **kwargs):
+        gc.collect()  # a graph that is garbage and dies while another captures would make that capture invalid
         watch.capture_begins(self)
         try:
             begin(self, *args, **kwargs)

@@ -23,6 +23,7 @@ from stalegraph.builders import BUILDERS, Builder, CopyingBuilder
 from stalegraph.cuda import CudaDevice, load_flashmla
 from stalegraph.errors import UsageError
 from stalegraph.kernels.compiler import load
+from stalegraph.recorded import Provenance
 from stalegraph.recorded.store import write
 
 BATCHES, CONTEXTS, HEADS = (1, 4, 32, 128, 256, 512, 1024), (1024, 8192, 65536), (16, 128)
@@ -363,19 +364,24 @@ def table(data: dict) -> str:
     return "\n".join(lines)
 
 
+def run(flashmla_lib: str | None = None, sizes: Sizes = QUICK, command: str = "a live run") -> tuple[Provenance, dict]:
+    """Where and what: `sizes` measured on this machine's GPU, with the claims' worst cases under "summary"."""
+    from stalegraph.record.provenance import provenance
+
+    load_flashmla(flashmla_lib)
+    with CudaDevice(history=False) as device:
+        where = provenance(device, flashmla_lib, command)
+        data = measure(device, sizes)
+    return where, data | {"summary": summary(data)}
+
+
 def main(args: argparse.Namespace) -> int:
     """Measures, prints the table, and returns 0 where every claim holds and 1 where one does not."""
     path = Path(args.json) if args.json else None
     if path is not None and (path.suffix != ".json" or not path.parent.is_dir()):
         raise UsageError(f"--json is {args.json}; allowed: a file ending in .json in a folder that exists")
-    from stalegraph.record.provenance import provenance
-
-    load_flashmla(args.flashmla_lib)
     command = "stalegraph bench --gpu" + (" --quick" if args.quick else "")
-    with CudaDevice(history=False) as device:
-        where = provenance(device, args.flashmla_lib, command)
-        data = measure(device, QUICK if args.quick else FULL)
-    data["summary"] = summary(data)
+    where, data = run(args.flashmla_lib, QUICK if args.quick else FULL, command)
     if path is not None:
         write(path.parent, path.stem, data, where)
     print(where.caption())
