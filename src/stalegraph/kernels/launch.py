@@ -21,7 +21,7 @@ WORD = 4  # bytes
 _INT32, _WIDTH, _MAX_BATCH = torch.int32, schedule.METADATA_WIDTH, schedule.MAX_BATCH
 # The table that the kernel looks lost blocks up in, in bytes: requests of up to some 3,000 tokens fit.
 TABLE_A_REQUEST, LARGEST_TABLE = 64, 160 << 10
-FEW = 20  # the largest batch of which each warp takes all requests: an H200 is as fast the other way from 22 on
+FEW = 28  # the largest batch of which each warp takes all requests: an H200 is as fast the other way from 30 on
 ONE_EACH = 256  # the largest batch of which a thread takes one request, not four
 WALKED_BEHIND = 16  # entries behind the parts that the kernel's walk may write
 ENTRIES = ("schedule_few", "schedule_1", "schedule_4")

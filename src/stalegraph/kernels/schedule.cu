@@ -259,7 +259,7 @@ __device__ __forceinline__ void schedule(const int* seq_lens, u32 batch, u32 par
     for (u32 entry = thread; entry < capacity; entry += blockDim.x) num_splits[entry] = sums[min(entry, batch)];
 }
 
-// Up to 32 requests, a lane each, in every warp alike; a thread a part. Nothing is shared and nobody waits.
+// Few requests, at most 32, a lane each, in every warp alike; a thread a part. Nothing is shared and nobody waits.
 // The chain goes from request to request: which part is the first to reach to where a request ends, and how much
 // `further` it reaches. That follows from what it would be with nothing lost and from what was lost by then, which
 // moves on within a stride only. Parts then look up the last request whose end they reach to.
