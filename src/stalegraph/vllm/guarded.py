@@ -387,7 +387,8 @@ def priced(case: Case, result, file: str) -> dict:
     for one in found.setdefault("batches", []):
         one |= prices(one.pop("pairs"))
         silent = one["compared"]["on"] > 0 and one["compared"]["off"] == 0 and not one["findings"]
-        one["shown"] = bool(silent and one["right"] is not False and one["ratio"] is not None and one["ratio"] <= MOST_COST)
+        cheap = one["ratio"] is not None and one["ratio"] <= MOST_COST
+        one["shown"] = silent and one["right"] is not False and cheap
         say(f"{case.name} batch {one['batch']}: {price(one)}, as it must: {one['shown']}")
     asked = [one["batch"] for one in found["batches"]] == list(case.settings.batches)
     found["shown"] = asked and all(one["shown"] for one in found["batches"]) and found["ended"]["ok"]
