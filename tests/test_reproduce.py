@@ -283,7 +283,7 @@ def test_a_release_outside_of_the_map_cannot_tell(stub, capsys):
 
 def test_without_vllm_or_without_a_gpu_it_cannot_tell(tmp_path, monkeypatch, capsys):
     code, found = report(capsys, "--rung", "vllm")
-    assert code == 125 and "not installed" in found["reason"]
+    assert code == 125 and "pip install vllm" in found["reason"]
     monkeypatch.syspath_prepend(str(stub_release.install(tmp_path, "0.15.0")))
     monkeypatch.setattr(reproduce, "available", lambda *_: {"vllm": "no CUDA device is visible"})
     code, found = report(capsys, "--rung", "vllm")

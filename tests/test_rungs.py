@@ -44,6 +44,13 @@ def test_a_missing_rung_says_what_would_do(tmp_path):
         rungs.open_rung("flashmla", flashmla_lib=tmp_path)
 
 
+@no_gpu
+def test_what_no_vllm_would_cure_is_said_before_that_it_is_missing(monkeypatch):
+    monkeypatch.setattr(rungs.importlib.util, "find_spec", lambda name: None)
+    reasons = rungs.available()
+    assert reasons["vllm"].startswith(reasons["flashmla"]) and reasons["vllm"].endswith("pip install vllm")
+
+
 def test_without_vllm_its_rung_says_so(monkeypatch):
     monkeypatch.setattr(rungs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RungUnavailable, match="pip install vllm"):

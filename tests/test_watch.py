@@ -519,6 +519,19 @@ def test_the_command_runs_a_program_and_says_what_it_found(program, capsys, argu
     assert sys.argv == saved
 
 
+def test_the_command_says_each_finding_once(program, capsys):
+    assert main(["audit", "--sim", program, "drop"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("[B ") == 1 and "[B " not in err and "[stalegraph] 1 of class B" in err
+
+
+def test_a_program_that_is_interrupted_is_reported(tmp_path, capsys):
+    (tmp_path / "server.py").write_text(textwrap.dedent(PROGRAM).replace("print(", "raise KeyboardInterrupt; print("))
+    assert main(["audit", "--sim", str(tmp_path / "server.py"), "drop"]) == 1
+    out, err = capsys.readouterr()
+    assert "[B " in out and "ended with an interrupt" in err
+
+
 def test_the_command_on_bad_usage(program, tmp_path, capsys):
     assert main(["audit", "--sim", str(tmp_path / "missing.py")]) == 2
     assert main(["audit"]) == 2

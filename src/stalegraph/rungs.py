@@ -54,11 +54,12 @@ def available(flashmla_lib=None) -> dict[str, str | None]:
             check_torch(library, build_of(library, release_of(library)), torch.__version__, torch.version.cuda)
         except RungUnavailable as error:
             reasons["flashmla"] = str(error)
+    wanting = [missing_device()]  # first what a driver or a GPU lacks: no vLLM would help there
     try:
         _require_vllm()
-        reasons["vllm"] = missing_device()
     except RungUnavailable as error:
-        reasons["vllm"] = str(error)
+        wanting.append(str(error))
+    reasons["vllm"] = "; ".join(filter(None, wanting)) or None
     return reasons
 
 

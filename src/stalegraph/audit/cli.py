@@ -42,6 +42,7 @@ def main(args) -> int:
         raise UsageError(f"script is {args.script!r}, which is no file; allowed: the path of a Python program")
     report, failure = run_script(path, args.args, sim=args.sim)
     print(json.dumps(report.to_json()) if args.json else report.table())
+    print(f"[stalegraph] {report.summary()}", file=sys.stderr)
     if args.pointers and not args.json:
         print(report.table(pointers=True))
     if failure is not None:
@@ -62,7 +63,8 @@ def run_script(path: Path, arguments: list[str], *, sim: bool):
         with ExitStack() as stack:
             # The result alone goes to stdout.
             stack.enter_context(redirect_stdout(sys.stderr))
-            opened = stack.enter_context(watch())
+            # Quiet, since the report says it all: told at once as well, each finding would stand there twice.
+            opened = stack.enter_context(watch(quiet=True))
             if sim:
                 stack.enter_context(simulated_cuda())
             try:
@@ -70,6 +72,8 @@ def run_script(path: Path, arguments: list[str], *, sim: bool):
             except SystemExit as leaving:
                 if leaving.code not in (None, 0):
                     failure = f"exit code {leaving.code}"
+            except KeyboardInterrupt:  # how a server ends: what it did is told
+                failure = "an interrupt"
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
             report = opened.report(pointers_too=True)

@@ -93,7 +93,7 @@ class Watch:
     def __enter__(self) -> Watch:
         global _watch
         if _watch is not None:
-            raise UsageError("a watch is open already; allowed: one at a time")
+            raise UsageError("a watch is open already; allowed: one at a time (`stalegraph audit` opens one itself)")
         _watch = self
         hooks.install(self)
         self.push()

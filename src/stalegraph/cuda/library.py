@@ -172,7 +172,8 @@ def driver_cuda() -> int:
 def missing_device() -> str | None:
     """Why this machine cannot run FlashMLA's kernels, or None."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
+        driver = "there is no NVIDIA driver (no libcuda.so.1), and " if driver_cuda() == 0 else ""
+        return f"{driver}torch {torch.__version__} is built without CUDA"
     try:
         visible = torch.cuda.is_available() and torch.cuda.device_count() > 0
         capability = torch.cuda.get_device_capability() if visible else None

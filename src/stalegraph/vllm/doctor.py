@@ -24,6 +24,7 @@ from stalegraph.vllm.releases import ARCHITECTURES, builder_source_verdict, rele
 
 SCHEMA = 1
 HEALTHY, AFFECTED, UNKNOWN = "not affected", "affected", "cannot tell"
+NO_VLLM = "no vLLM"  # the vote of version and source where there is neither
 ISSUE, PADDING = "#33638", "#33664"
 
 
@@ -158,7 +159,9 @@ def runner() -> str:
     if asked:
         return f"{'v2' if asked == '1' else 'v1'}, by VLLM_USE_V2_MODEL_RUNNER"
     version = installed_version()
-    release = release_of(version) if version else None
+    if version is None:
+        return "none, vLLM is not installed"
+    release = release_of(version)
     if release is None:
         return "unknown, no release of the map is installed"
     return ", ".join(f"{release.runner(name)} for {name}" for name in ARCHITECTURES)
@@ -185,8 +188,8 @@ def diagnose() -> Diagnosis:
     """Whether the installed vLLM has #33638: by its version and by its builder's source, which must agree."""
     version = installed_version()
     if version is None:
-        advice = ["no vLLM is installed: `stalegraph walkthrough` shows the bug on a simulated GPU"]
-        return Diagnosis(UNKNOWN, "no vLLM", "no vLLM", True, False, advice)
+        advice = ["`stalegraph walkthrough` shows the bug on a simulated GPU"]
+        return Diagnosis(UNKNOWN, NO_VLLM, NO_VLLM, True, False, advice)
     release, source = release_of(version), installed_source()
     said = {True: AFFECTED, False: HEALTHY, None: UNKNOWN}
     by_version = said[release.affected] if release else UNKNOWN
@@ -234,6 +237,8 @@ def advise(version, release, verdict, agree, cured, source) -> list[str]:
 
 def summary(found: Diagnosis) -> str:
     """The verdict in one line."""
+    if found.by_version == NO_VLLM:
+        return f"{ISSUE}: no vLLM is installed here, so there is none to judge"
     cured = ", cured by the hot-fix" if found.cured else ""
     votes = f"by its version {found.by_version}, by its builder's source {found.by_source}"
     return f"{ISSUE}: {found.verdict}{cured} ({votes}{'' if found.agree else '; they disagree'})"

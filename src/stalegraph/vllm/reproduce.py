@@ -343,14 +343,14 @@ def _of_decode(found: decode.DecodeRun, mode: str) -> Run:
 
 def on_vllm(request: Request) -> list[Run]:
     """Runs in real engines, one child process a graph mode."""
+    reason = available()["vllm"]
+    if reason is not None:
+        raise CannotTell(reason)
     version = installed_version()
     if version is None:
         raise CannotTell("vLLM is not installed; pip install vllm")
     if release_of(version) is None:
         raise CannotTell(f"vLLM {version} is outside the release map, {span()}")
-    reason = available()["vllm"]
-    if reason is not None:
-        raise CannotTell(reason)
     with tempfile.TemporaryDirectory(prefix="stalegraph-model-") as folder:
         model = request.model
         if model is None:
