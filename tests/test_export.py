@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,6 @@ def test_the_command_says_where_and_how_to_serve(tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.strip() == str(tmp_path / "model") and "vllm serve" in said.err
     assert (tmp_path / "model" / "prompt.txt").read_bytes() == PROMPT
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    served = said.err.partition("serve it: ")[2].partition(";")[0].replace(str(tmp_path / "model"), "build/reciter")
+    assert f"$ {served}\n" in readme

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     path = export(args.folder, prompt, architecture=args.architecture, layers=int(args.layers))
     print(path)
     print(
-        f"serve it: vllm serve {path} --kv-cache-dtype fp8 --max-model-len {MAX_PROMPT}; "
+        f"serve it: vllm serve {path} --kv-cache-dtype fp8 --block-size 64 --max-model-len {MAX_POSITIONS}; "
         f"it continues {path / 'prompt.txt'}",
         file=sys.stderr,
     )
