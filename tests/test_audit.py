@@ -467,7 +467,7 @@ def test_the_address_map_gives_records_to_draw(device):
     report = audit(graph, fields={"x": full(2)}, captured=noted)
     finding = only(report)
     assert [(place["row"], place["address"], place["role"]) for place in report.address_map()] == [
-        ("the graph reads", old.data_ptr(), "wrong"), ("the step writes", finding.moved_to, "right"),
+        ("the graph reads", old.data_ptr(), "right"), ("the step writes", finding.moved_to, "wrong"),
     ]  # fmt: skip
 
 

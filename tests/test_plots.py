@@ -27,6 +27,11 @@ def test_wrong_bytes_are_marked_and_right_ones_are_not(ax):
     assert len(ax.patches) == 1
 
 
+def test_a_text_that_goes_on_ends_in_an_ellipsis(ax):
+    plots.draw_text([plots.TextRow("eager", b"abcd", [True] * 4, "eager")], ax, limit=2)
+    assert texts(ax) == ["eager", "a", "b", "…"]
+
+
 def test_utf_8_is_shown_as_characters_and_what_has_no_glyph_as_dots(ax):
     text = "é€".encode() + b"\xff" + "漢".encode() + b"\xe2\x82"
     assert plots.glyphs(text) == [(0, 2, "é"), (2, 3, "€"), *((at, 1, "·") for at in range(5, 11))]
@@ -61,12 +66,24 @@ def test_address_map_has_a_slot_for_each_address(ax):
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0x1000", "0x2000"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["capture", "now"]
     assert [patch.get_linestyle() for patch in ax.patches] == ["-", "--"]
+    (legend,) = ax.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "an address that the graph reads", "elsewhere: the graph does not follow"
+    ]  # fmt: skip
 
 
 def test_block_life_hatches_what_nobody_owns(ax):
     stays = [plots.Stay("block", "capture", 0, 4, "right"), plots.Stay("block", "free", 4, 8, "padding")]
     plots.draw_block_life(stays, ax, "life")
     assert [patch.get_hatch() for patch in ax.patches] == [None, "///"] and texts(ax) == ["capture", "free"]
+
+
+def test_short_stays_are_named_above_or_in_the_legend(ax):
+    owners = ("others", "nobody", "capture", "nobody", "others")
+    stays = [plots.Stay("block", owner, at, at + 1, "eager") for at, owner in enumerate(owners)]
+    plots.draw_block_life([*stays, plots.Stay("block", "logprobs", 5, 400, "wrong")], ax, "life")
+    assert texts(ax) == ["capture", "logprobs"]
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["others", "nobody"]
 
 
 def test_schedule_draws_each_block_once(ax):
@@ -84,7 +101,9 @@ def test_a_schedule_of_nonsense_draws_nothing(ax):
 def test_an_empty_row_points_at_the_row_before(ax):
     plots.draw_empty_rows([("live", [9, 4]), ("padded", [-1, -1]), ("padded", [-1, -1])], ax, "rows")
     arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None) is not None]
-    assert [round(arrow.xy[1]) for arrow in arrows] == [0, 1]
+    boxes = [patch.get_bbox() for patch in ax.patches]
+    assert [(box.x0 < 1 < box.x1, box.y0 < row < box.y1) for row, box in enumerate(boxes)] == [(True, True)] * 2
+    assert [arrow.xy for arrow in arrows] == [(box.x0, pytest.approx(box.y1)) for box in boxes]
     assert [same_color(arrow.arrow_patch.get_edgecolor(), plots.WRONG) for arrow in arrows] == [False, True]
 
 
@@ -96,6 +115,7 @@ def test_lines_mark_the_measured_x(ax):
 def test_bars_carry_their_values(ax):
     plots.draw_bars([plots.Bar("one", 2.0, "right"), plots.Bar("none", 0.0, "wrong")], ax, "bars", "copies")
     assert texts(ax) == ["2", "0"] and [patch.get_width() for patch in ax.patches] == [2.0, 0.0]
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
 def test_diff_colours_lines(ax):

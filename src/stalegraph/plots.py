@@ -7,13 +7,14 @@ vermilion, dashed, crosses; padding grey, hatched.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from dataclasses import dataclass
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from stalegraph.schedule import work_items
 
@@ -44,6 +45,22 @@ def _label(ax: Axes, title: str, **labels) -> Axes:
     ax.set(**labels)
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
     return ax
+
+
+def _face(role: str) -> dict:
+    """How an area of a role is drawn."""
+    return dict(
+        facecolor={"right": "#d6e8f5", "wrong": "#f7d9c6", "padding": "#ffffff", "eager": "#eeeeee"}[role],
+        edgecolor=PADDING if role == "padding" else ROLES[role]["color"],
+        linestyle="--" if role == "wrong" else "-",
+        hatch="///" if role == "padding" else None,
+    )
+
+
+def _legend(ax: Axes, keys: dict[str, dict]) -> None:
+    """A legend of areas, in one line below the axes."""
+    patches = [Rectangle((0, 0), 1, 1, label=told, **face) for told, face in keys.items()]
+    ax.figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
 
 
 def png(fig) -> bytes:
@@ -111,7 +128,7 @@ class TextRow:
 
 
 def draw_text(rows: list[TextRow], ax: Axes, columns: int = 72, limit: int = 144) -> Axes:
-    """Texts byte by byte on a grid; a wrong byte stands on a vermilion ground and is struck through."""
+    """Texts byte by byte on a grid, cut at `limit` with an ellipsis; a wrong byte is on a vermilion ground, underlined."""
     y = 0.0
     for row in rows:
         ax.text(0, y, row.label, color=ROLES[row.role]["color"], fontsize=9, fontweight="bold", va="center")
@@ -124,9 +141,12 @@ def draw_text(rows: list[TextRow], ax: Axes, columns: int = 72, limit: int = 144
             x, line = at % columns, y + at // columns
             ax.text(x + min(size - 1, columns - 1 - x) / 2, line, shown, family="monospace", fontsize=10.5, ha="center",
                     va="center", color=INK if all(row.right[at : at + size]) else WRONG)  # fmt: skip
+        if len(row.text) > limit:
+            x, line = (limit - 1) % columns, y + (limit - 1) // columns
+            ax.text(x + 1.2, line, "…", fontsize=10.5, ha="center", va="center", color=INK)
         lines = max(1, -(-min(len(row.text), limit) // columns))
         y += lines + 0.6
-    ax.set_xlim(-1, columns)
+    ax.set_xlim(-1, columns + 1)
     ax.set_ylim(y - 0.4, -0.8)
     ax.axis("off")
     return ax
@@ -168,7 +188,10 @@ class Place:
 
 
 def draw_address_map(places: list[Place], ax: Axes, title: str) -> Axes:
-    """Which field lay where: one row a moment, one slot an address that any row uses, in order of address."""
+    """Which field lay where: one row a moment, one slot an address that any row uses, in order of address.
+
+    "right" is an address that the graph has baked in, "wrong" another one; a legend says so where both are there.
+    """
     rows = list(dict.fromkeys(place.row for place in places))
     addresses = sorted({place.address for place in places})
     slot = {address: at for at, address in enumerate(addresses)}
@@ -184,6 +207,9 @@ def draw_address_map(places: list[Place], ax: Axes, title: str) -> Axes:
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xticks(range(len(addresses)), [hex(address) for address in addresses], rotation=30, ha="right", fontsize=8)
     ax.set_yticks(range(len(rows)), rows)
+    if {"right", "wrong"} <= {place.role for place in places}:
+        words = {"right": "an address that the graph reads", "wrong": "elsewhere: the graph does not follow"}
+        _legend(ax, {told: _face(role) for role, told in words.items()})
     return _label(ax, title, xlabel="device address (in order, not to scale)")
 
 
@@ -199,20 +225,26 @@ class Stay:
 
 
 def draw_block_life(stays: list[Stay], ax: Axes, title: str) -> Axes:
-    """Who owned each block when: one lane a block, time in decode steps."""
+    """Who owned each block when: one lane a block, time in decode steps.
+
+    An owner too short to be labelled inside is named above its stay, or in the legend where it comes again and again.
+    """
     blocks = list(dict.fromkeys(stay.block for stay in stays))
     span = max(stay.end for stay in stays) - min(stay.begin for stay in stays)
+    stays_of, keys = Counter((stay.block, stay.owner) for stay in stays), {}
     for stay in stays:
         y = blocks.index(stay.block)
-        color = PADDING if stay.role == "padding" else ROLES[stay.role]["color"]
-        face = {"right": "#d6e8f5", "wrong": "#f7d9c6", "padding": "#ffffff", "eager": "#eeeeee"}[stay.role]
-        ax.add_patch(Rectangle((stay.begin, y - 0.3), stay.end - stay.begin, 0.6, facecolor=face, edgecolor=color,
-                               linestyle="--" if stay.role == "wrong" else "-",
-                               hatch="///" if stay.role == "padding" else None, linewidth=1.2))  # fmt: skip
+        ax.add_patch(Rectangle((stay.begin, y - 0.3), stay.end - stay.begin, 0.6, linewidth=1.2, **_face(stay.role)))
         if stay.end - stay.begin > 0.011 * span * len(stay.owner):
             ground = dict(facecolor="white", edgecolor="none", pad=1, alpha=0.85) if stay.role == "padding" else None
             middle = (stay.begin + stay.end) / 2
             ax.text(middle, y, stay.owner, ha="center", va="center", fontsize=8, color=INK, bbox=ground)
+        elif stays_of[stay.block, stay.owner] == 1:
+            ax.text((stay.begin + stay.end) / 2, y - 0.32, stay.owner, ha="center", va="bottom", fontsize=8, color=INK)
+        else:
+            keys[stay.owner] = _face(stay.role)
+    if keys:
+        _legend(ax, keys)
     ax.set_xlim(min(stay.begin for stay in stays), max(stay.end for stay in stays))
     ax.set_ylim(len(blocks) - 0.5, -0.5)
     ax.set_yticks(range(len(blocks)), blocks)
@@ -266,6 +298,8 @@ def draw_bars(bars: list[Bar], ax: Axes, title: str, unit: str) -> Axes:
                 edgecolor=style["color"], linestyle=style["linestyle"], height=0.62)  # fmt: skip
         ax.text(bar.value + 0.015 * largest, y, f"{bar.value:,.3g}", va="center", fontsize=9, color=INK)
     ax.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    if all(float(bar.value).is_integer() for bar in bars):  # counts
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.invert_yaxis()
     ax.set_xlim(0, largest * 1.18)
     return _label(ax, title, xlabel=unit)
@@ -294,7 +328,7 @@ def draw_lines(
 
 
 def draw_empty_rows(rows: list[tuple[str, list[int]]], ax: Axes, title: str) -> Axes:
-    """A block table of (kind, pages) rows; an arrow from each padded row to the entry that it reads."""
+    """A block table of (kind, pages) rows; an arrow from each padded row's start to the boxed entry that it reads."""
     columns = len(rows[0][1])
     for y, (kind, pages) in enumerate(rows):
         color = ROLES["right" if kind == "live" else "wrong"]["color"]
@@ -302,8 +336,12 @@ def draw_empty_rows(rows: list[tuple[str, list[int]]], ax: Axes, title: str) -> 
             ax.text(x, y, str(page), ha="center", va="center", color=color, fontsize=12)
         if y and kind == "padded":
             read = ROLES["right" if rows[y - 1][0] == "live" else "wrong"]
-            ax.annotate("", (columns - 0.75, y - 0.72), (-0.3, y - 0.34),
-                        arrowprops=dict(arrowstyle="->", color=read["color"], linestyle=read["linestyle"]))  # fmt: skip
+            box = Rectangle((columns - 1.22, y - 1.24), 0.44, 0.48, fill=False, edgecolor=read["color"],
+                            linestyle=read["linestyle"])  # fmt: skip
+            ax.add_patch(box)
+            ax.annotate("", (columns - 1.22, y - 0.76), (-0.18, y - 0.2),
+                        arrowprops=dict(arrowstyle="->", color=read["color"], linestyle=read["linestyle"],
+                                        shrinkA=0, shrinkB=0))  # fmt: skip
     ax.set_yticks(range(len(rows)), [kind for kind, _ in rows])
     return _label(ax, title, xlim=(-1, columns), ylim=(len(rows) - 0.5, -0.5), xticks=range(columns), xlabel="column")
 

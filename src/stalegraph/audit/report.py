@@ -169,14 +169,17 @@ class Report:
         return "\n".join(lines)
 
     def address_map(self) -> list[dict]:
-        """Records for `stalegraph.plots.Place`: where the graph reads each tensor at fault, and where it is now."""
+        """Records for `stalegraph.plots.Place`: where the graph reads each tensor at fault, and where it is now.
+
+        The roles are those of every address map: "right" is an address that the graph has, "wrong" another one.
+        """
         places = []
         for finding in self.findings:
             place = {"field": finding.name, "nbytes": 0}
             if finding.address:
-                places.append({"row": "the graph reads", "address": finding.address, "role": "wrong", **place})
+                places.append({"row": "the graph reads", "address": finding.address, "role": "right", **place})
             if finding.moved_to:
-                places.append({"row": "the step writes", "address": finding.moved_to, "role": "right", **place})
+                places.append({"row": "the step writes", "address": finding.moved_to, "role": "wrong", **place})
         return sorted(places, key=lambda place: place["row"])
 
     def to_json(self) -> dict:
