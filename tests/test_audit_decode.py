@@ -5,7 +5,7 @@ import pytest
 from stalegraph.errors import UsageError
 from stalegraph.simulator import Device
 from stalegraph.zoo import exercises
-from stalegraph.zoo.detectors import is_expected
+from stalegraph.zoo.answers import ANSWERS
 from stalegraph.zoo.unknown import audited
 
 PROMPT = b"The quick brown fox jumps over the lazy dog. "
@@ -44,8 +44,9 @@ def test_an_exercise_shows_symptoms_and_has_one_answer_that_the_audit_finds(numb
         outcome = exercises.symptoms(number, device)
         report = exercises.audited(number, device).report
     assert not outcome.all_right and outcome.right[0] == (number == 2)
-    expected = exercises.EXERCISES[number].expected
-    assert len(report.findings) == 1 and is_expected(report.findings[0], expected), report.table()
+    expected = ANSWERS[number].expected
+    assert exercises.solved(number, report.findings), report.table()
+    assert not exercises.solved(number, report.findings * 2) and not exercises.solved(number, [])
     assert exercises.check(number, expected.hazard, expected.named) and not exercises.check(number, "A", expected.named)
     assert expected.named in exercises.answer(number)
     with pytest.raises(UsageError, match="number is 9"):

@@ -99,6 +99,15 @@ def test_memcheck_saw_nothing_and_value_probes_saw_symptoms_only(cells):
     assert all("not put before it" in cell.source for name, cell in probed.items() if name not in seen)
 
 
+@needs_recording
+def test_a_count_of_fewer_replicas_says_which_are_missing(cells):
+    title = "torch-cudagraph-debug 0.2.0"
+    missing = [name for name, cell in by(cells, title).items() if cell.found == "not run"]
+    (line,) = (line for line in scoreboard.legend(cells).splitlines() if line.startswith(title))
+    assert missing and line.endswith(f"lacks {', '.join(missing)}.")
+    assert f"was run on {len(zoo.REPLICAS) - 1 - len(missing)} of them" in line
+
+
 def test_a_detector_that_misses_or_cries_wolf_is_counted():
     cell = scoreboard.Cell(scoreboard.OURS_SIM, "orphan_cast", "B", detectors.CAUSE, "", detectors.NOTHING, "run here")
     assert scoreboard.missed([cell]) == []
@@ -112,6 +121,9 @@ def test_the_command_prints_a_table_or_one_object(capsys):
     assert main(["scoreboard", "--rung", "sim"]) == 0
     out, err = capsys.readouterr()
     assert all(name in out for name in zoo.REPLICAS) and "found with its cause" in out and "run here" in err
+    shown, legend = out.split("\n\n")
+    assert {line.split()[0] for line in legend.splitlines()} >= {"CAUSE", "symptom", "-", *zoo.REPLICAS.values()}
+    assert shown.count("no finding") == len(zoo.REPLICAS)
     assert main(["scoreboard", "--rung", "sim", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["schema"] == 1 and len(record["cells"]) == len(zoo.REPLICAS) * (3 + len(scoreboard.ON_GPU))

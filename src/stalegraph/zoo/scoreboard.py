@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from stalegraph import recorded, zoo
+from stalegraph.audit.hazards import HAZARDS
 from stalegraph.errors import RungUnavailable
 from stalegraph.simulator import Device
 from stalegraph.zoo import detectors
@@ -30,6 +31,16 @@ ON_GPU = {
     "torch-cudagraph-debug 0.2.0": ("value_probes", detectors.missing_value_probes, detectors.value_probes),
 }
 NOT_RUN = "not run"
+CONTROL = "M"  # the class of the replica in which no address is stale
+# What the table's words mean, in the order in which they are told.
+MEANINGS = {
+    "CAUSE": "names the tensor or number at fault in the buggy form",
+    "symptom": "says that something is wrong, not what",
+    "-": "says nothing: it does not see this bug",
+    "clear": "says nothing of the control, and rightly",
+    NOT_RUN: "it was not put before this replica",
+    "fixed twin": "what all of them said of the replica with its bug mended",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ def main(args) -> int:
     if args.json:
         print(json.dumps({"schema": SCHEMA, "cells": [asdict(cell) for cell in cells], "missed": missed(cells)}))
     else:
-        print(table(cells))
+        print(table(cells), legend(cells), sep="\n\n")
         for source in dict.fromkeys(f"{cell.detector}: {cell.source}" for cell in cells):
             print(source, file=sys.stderr)
     return 1 if missed(cells) else 0
@@ -164,19 +175,52 @@ def _not_run(title, name, why) -> Cell:
     return Cell(title, name, zoo.REPLICAS[name], NOT_RUN, "", NOT_RUN, why)
 
 
+def rows(cells: list[Cell]) -> tuple[list[list[str]], list[str]]:
+    """(rows, headers): a row a replica and one of counts, a column a detector and one for the fixed twins."""
+    titles = list(dict.fromkeys(cell.detector for cell in cells))
+    by = {(cell.detector, cell.replica): cell for cell in cells}
+    found, counts = [], []
+    for name, hazard in zoo.REPLICAS.items():
+        mine = [by[title, name] for title in titles]
+        found.append([hazard, name, *(cell.short() for cell in mine), _twin(mine)])
+    for title in titles:
+        ran = [by[title, name] for name in _put_before(cells, title)]
+        counts.append(f"{sum(cell.found == detectors.CAUSE for cell in ran)} of {len(ran)}" if ran else NOT_RUN)
+    return [*found, ["", "found with its cause", *counts, ""]], ["class", "replica", *titles, "fixed twin"]
+
+
+def _twin(cells: list[Cell]) -> str:
+    """What all detectors that ran said of one replica's fixed twin."""
+    alarmed = [cell.detector for cell in cells if cell.fixed == detectors.FALSE_ALARM]
+    ran = any(cell.fixed != NOT_RUN for cell in cells)
+    return f"false alarm: {', '.join(alarmed)}" if alarmed else "no finding" if ran else NOT_RUN
+
+
+def _put_before(cells: list[Cell], title: str) -> list[str]:
+    """The replicas of a bug, the control not among them, on which detector `title` ran."""
+    mine = [cell for cell in cells if cell.detector == title and cell.hazard != CONTROL]
+    return [cell.replica for cell in mine if cell.found != NOT_RUN]
+
+
 def table(cells: list[Cell]) -> str:
     """A row a replica, a column a detector."""
     from tabulate import tabulate
 
-    titles = list(dict.fromkeys(cell.detector for cell in cells))
-    by = {(cell.detector, cell.replica): cell for cell in cells}
-    rows = [
-        [zoo.REPLICAS[name], name, *(by[title, name].short() for title in titles)]
-        for name in zoo.REPLICAS
-    ]  # fmt: skip
-    counts = ["", "found with its cause"]
-    for title in titles:
-        mine = [by[title, name] for name in zoo.REPLICAS]
-        ran = [cell for cell in mine if cell.found != NOT_RUN and cell.hazard != "M"]
-        counts.append(f"{sum(cell.found == detectors.CAUSE for cell in ran)} of {len(ran)}" if ran else NOT_RUN)
-    return tabulate([*rows, counts], ["class", "replica", *titles], tablefmt="simple", disable_numparse=True)
+    return tabulate(*rows(cells), tablefmt="simple", disable_numparse=True)
+
+
+def legend(cells: list[Cell]) -> str:
+    """What the table's words, classes and counts mean."""
+    from tabulate import tabulate
+
+    classes = {hazard: HAZARDS[hazard].title for hazard in sorted(set(zoo.REPLICAS.values()) & set(HAZARDS))}
+    classes[CONTROL] = "the control: its text turns wrong, and no address is stale"
+    bugs = [name for name, hazard in zoo.REPLICAS.items() if hazard != CONTROL]
+    lines = [tabulate([*MEANINGS.items(), *classes.items()], tablefmt="plain", disable_numparse=True)]
+    lines.append(f"The last row counts the {len(bugs)} replicas of a bug, without the control, as far as each was run.")
+    for title in dict.fromkeys(cell.detector for cell in cells):
+        ran = _put_before(cells, title)
+        if 0 < len(ran) < len(bugs):
+            rest = ", ".join(name for name in bugs if name not in ran)
+            lines.append(f"{title} was run on {len(ran)} of them: its recording lacks {rest}.")
+    return "\n".join(lines)
