@@ -272,6 +272,30 @@ def test_a_failed_run_replaces_the_report_as_a_whole(folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
 
 
+def test_a_report_keeps_the_pages_of_notebooks_that_are_not_chosen(folder, tmp_path, monkeypatch, capsys):
+    write(folder, ("code", "assert two == 2"))
+    write(folder, ("code", "assert two == 2"), name="02_small")
+    out = tmp_path / "report" / "out"
+    assert command(folder, tmp_path, monkeypatch) == 0
+    earlier = (out / "02_small.html").read_bytes()
+    assert command(folder, tmp_path, monkeypatch, "--only", "01") == 0
+    assert (out / "02_small.html").read_bytes() == earlier
+    first, second = re.findall(r"<tr><td>.*?</tr>", (out / "index.html").read_text())
+    assert 'href="01_small.html"' in first and 'class="held"' in first
+    assert 'href="02_small.html"' in second and "not run now" in second and 'class="held"' not in second
+    (folder / "02_small.ipynb").unlink()
+    assert command(folder, tmp_path, monkeypatch) == 0 and not (out / "02_small.html").exists()
+
+
+def test_what_a_notebook_shows_is_what_it_published(folder, tmp_path, monkeypatch, capsys):
+    telling = "from stalegraph.runs import publish\nfrom stalegraph.recorded import load\n"
+    telling += "publish('sum', rung='sim')\nload('h200/padding')\npublish('product', value=4)"
+    write(folder, ("code", telling), ("code", "assert two == 2"))
+    assert command(folder, tmp_path, monkeypatch) == 0
+    assert "sim; recorded on" in capsys.readouterr().out
+    assert "<td>sim; recorded on NVIDIA H200</td>" in (tmp_path / "report" / "out" / "index.html").read_text()
+
+
 def test_parameters_must_be_plain_literals(folder):
     write(folder, ("code", "assert two == 2"))
     book = nbformat.read(folder / "01_small.ipynb", as_version=4)

@@ -9,6 +9,7 @@ from stalegraph.builders import BUILDERS
 from stalegraph.errors import UsageError
 from stalegraph.isolate import run_isolated
 from stalegraph.reciter import MAX_PROMPT, check_prompt
+from stalegraph.recorded import shown
 from stalegraph.rungs import open_rung
 
 PROMPT = (
@@ -109,8 +110,12 @@ def block_life(run: decode.DecodeRun, field: str) -> list[tuple[str, float, floa
 
 
 def publish(name: str, **facts) -> None:
-    """Hand a result of a notebook to whoever runs it, as JSON beside one line of text."""
+    """Hand a result of a notebook to whoever runs it, as JSON beside one line of text.
+
+    Where the notebook has loaded records, `recorded` names the devices that they are from.
+    """
     from IPython.display import display
 
+    facts |= {"recorded": shown()} if shown() else {}
     line = f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items())
     display({RESULT: {"name": name, **facts}, "text/plain": line}, raw=True)

@@ -64,6 +64,14 @@ def root() -> Path:
     return CHECKOUT if CHECKOUT.is_dir() else PACKAGED
 
 
+_shown: dict[str, None] = {}  # the devices of the records that this process has loaded, in order
+
+
+def shown() -> list[str]:
+    """The devices whose records this process has loaded: what is shown from them did not run here."""
+    return list(_shown)
+
+
 def names() -> list[str]:
     """Every record there is, as `load` takes it."""
     return sorted(str(path.relative_to(root()).with_suffix("")) for path in root().glob("*/*.json"))
@@ -86,7 +94,9 @@ def load(name: str) -> Record:
     given = text.get("provenance", {})
     if set(given) != wanted:
         raise UsageError(f"{name} has provenance {sorted(given)}; allowed: {sorted(wanted)}")
-    return Record(name, text["data"], Provenance(**given), path)
+    record = Record(name, text["data"], Provenance(**given), path)
+    _shown[record.provenance.device] = None
+    return record
 
 
 def write(folder, name: str, data: dict, provenance: Provenance, tensors: dict | None = None) -> Path:

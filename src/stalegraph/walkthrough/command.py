@@ -30,6 +30,7 @@ from stalegraph.walkthrough.page import is_report, write_index, write_page
 from stalegraph.walkthrough.runner import Outcome, Trouble, execute
 
 SCHEMA = 1
+EARLIER = "not run now: a page of an earlier run"
 AT_ONCE = 2
 MAX_SMS = 1024
 CHOICES = {
@@ -43,7 +44,9 @@ IMPORTS = ["papermill", "nbclient.exceptions", "nbconvert", "pygments.formatters
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rung", default="sim", help=f"what runs the kernels: {', '.join(RUNGS)} (default: sim)")
     parser.add_argument("--prompt-file", help="text to recite, any 1 to 4,096 bytes (default: the notebooks' own)")
-    parser.add_argument("--only", help="notebooks to run, by number or name: 01 or 01,03")
+    parser.add_argument(
+        "--only", help="notebooks to run, by number or name: 01 or 01,03; an earlier report keeps its other pages"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the notebooks")
     parser.add_argument("--sm-count", help="SMs of the simulated GPU: 132 an H100 or H200, 78 an H20")
     parser.add_argument("--flashmla-lib", help="FlashMLA's library, where no vLLM is installed (rung flashmla)")
@@ -55,14 +58,17 @@ def main(args) -> int:
     chosen = notebooks.choose(args.only)
     parameters = _parameters(args, chosen)
     _require_rung(parameters["rung"], args.flashmla_lib)
-    outcomes = run_walkthrough(chosen, parameters, Path(args.out), say=partial(print, file=sys.stderr, flush=True))
+    outcomes = run_walkthrough(
+        chosen, parameters, Path(args.out), say=partial(print, file=sys.stderr, flush=True), keep=args.only is not None
+    )
     if args.json:
         record = {"schema": SCHEMA, "rung": parameters["rung"], "held": all(one.held for one in outcomes),
                   "notebooks": [one.to_json() for one in outcomes]}  # fmt: skip
         print(json.dumps(record))
     else:
-        rows = [(one.notebook, one.claim, one.verdict, f"{one.seconds:.1f}") for one in outcomes]
-        print(tabulate(rows, headers=["notebook", "claim", "verdict", "seconds"], maxcolwidths=[24, 72, 14, None]))
+        rows = [(one.notebook, one.claim, one.shows, one.verdict, f"{one.seconds:.1f}") for one in outcomes]
+        headers = ["notebook", "claim", "shows", "verdict", "seconds"]
+        print(tabulate(rows, headers=headers, maxcolwidths=[24, 72, 22, 14, None]))
         print(f"rung {parameters['rung']}; report in {args.out}/index.html")
     return 0 if all(one.held for one in outcomes) else 1
 
@@ -134,11 +140,14 @@ def _require_rung(rung: str, flashmla_lib) -> None:
         raise RungUnavailable(f"rung {rung} cannot run on this machine: {reason}")
 
 
-def run_walkthrough(chosen, parameters: dict, out: Path, say=print, timeout: int | None = None) -> list[Outcome]:
+def run_walkthrough(
+    chosen, parameters: dict, out: Path, say=print, timeout: int | None = None, keep: bool = False
+) -> list[Outcome]:
     """Run the notebooks, write their report to `out` (replaced as a whole), and return one outcome each, in order.
 
-    Each notebook gets those of `parameters` that it declares. `out` must be new, empty, or an earlier report. A
-    parameter that a notebook refuses raises UsageError, and the earlier report stays.
+    Each notebook gets those of `parameters` that it declares. `out` must be new, empty, or an earlier report, of which
+    `keep` takes over the pages of other notebooks. A parameter that a notebook refuses raises UsageError, and the
+    earlier report stays.
     """
     scratch = _scratch_for(out)
     try:
@@ -146,7 +155,9 @@ def run_walkthrough(chosen, parameters: dict, out: Path, say=print, timeout: int
         for one in outcomes if set(parameters) - {"rung"} else ():
             if one.trouble and one.trouble.message.startswith("UsageError: "):
                 raise UsageError(f"{one.notebook}: {one.trouble.message.removeprefix('UsageError: ')}")
-        write_index(scratch / "index.html", outcomes, provenance(parameters))
+        earlier = _take_over(out, scratch, {one.name for one in chosen}) if keep else []
+        listed = sorted([*outcomes, *earlier], key=lambda one: one.notebook)
+        write_index(scratch / "index.html", listed, provenance(parameters))
         scratch.chmod(0o755)
         _put_in_place(scratch, out)
     finally:
@@ -164,6 +175,20 @@ def _scratch_for(out: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
         raise UsageError(f"out is {str(out)!r}: {error.strerror}; allowed: a folder that can be written") from None
+
+
+def _take_over(out: Path, scratch: Path, chosen: set[str]) -> list[Outcome]:
+    """Copy the pages of notebooks that are not chosen out of the report `out`; an outcome each, for the index."""
+    kept = []
+    for page in sorted(out.glob("[0-9][0-9]_*.html")):
+        executed = page.with_suffix(".ipynb")
+        if page.stem not in chosen and executed.is_file():
+            for path in out.glob(f"{page.stem}.*"):
+                shutil.copy2(path, scratch)
+            one = notebooks.read(executed)
+            when = datetime.fromtimestamp(page.stat().st_mtime, timezone.utc).isoformat(timespec="seconds")
+            kept.append(Outcome(one.name, one.title, one.claim, verdict=f"{EARLIER}, {when}"))
+    return kept
 
 
 def _put_in_place(scratch: Path, out: Path) -> None:

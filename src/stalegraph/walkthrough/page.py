@@ -27,7 +27,8 @@ img { max-width: 100%; height: auto; }
   .jp-RenderedImage, .output_png { overflow-x: auto; }
   .jp-RenderedImage img, .output_png img { max-width: none; width: 44rem; }
   .claims thead { display: none; } .claims tr { display: block; border-bottom: 1px solid #d8d8d4; padding: .5rem 0; }
-  .claims td { display: block; border: 0; padding: .1rem 0; } .claims td:last-child::after { content: " s"; }
+  .claims td { display: block; border: 0; padding: .1rem 0; }
+  .claims td:last-child:not(:empty)::after { content: " s"; }
 }
 table { border-collapse: collapse; font: 14px/1.4 system-ui, sans-serif; margin: .8rem 0; display: block;
         overflow-x: auto; }
@@ -75,18 +76,20 @@ def write_index(target: Path, outcomes, provenance: dict) -> None:
     """The table of claims and verdicts, with a link to each page."""
     rows = []
     for one in outcomes:
-        kind = "held" if one.held else "not"
+        ran = one.seconds > 0 or one.trouble is not None  # else its page is an earlier run's
+        kind = ("held" if one.held else "not") if ran else "earlier"
         what = one.verdict if one.trouble is None else f"{one.verdict}: {one.trouble}"
         name = html.escape(one.notebook)
         page = f'<a href="{name}.html">{name}</a>' if target.with_name(f"{one.notebook}.html").is_file() else name
         rows.append(
-            f'<tr><td>{page}</td><td>{_inline(one.claim)}</td>'
-            f'<td class="{kind}">{html.escape(what)}</td><td>{one.seconds:.1f}</td></tr>'
+            f'<tr><td>{page}</td><td>{_inline(one.claim)}</td><td>{html.escape(one.shows)}</td>'
+            f'<td class="{kind}">{html.escape(what)}</td><td>{f"{one.seconds:.1f}" if ran else ""}</td></tr>'
         )
     facts = "".join(f"<li>{html.escape(str(key))}: {html.escape(str(value))}</li>" for key, value in provenance.items())
     body = (
         "<h1>CUDA graphs that replay stale addresses</h1><p>Each notebook asks one question and asserts one claim.</p>"
-        f'<table class="claims"><thead><tr><th>notebook</th><th>claim</th><th>verdict</th><th>seconds</th></tr></thead>'
+        f'<table class="claims"><thead><tr><th>notebook</th><th>claim</th><th>shows</th>'
+        f'<th>verdict</th><th>seconds</th></tr></thead>'
         f'<tbody>{"".join(rows)}</tbody></table><ul class="provenance">{facts}</ul>'
     )
     target.write_text(_document(_TITLE, body), encoding="utf-8")

@@ -51,6 +51,13 @@ class Outcome:
     def held(self) -> bool:
         return self.verdict == "held"
 
+    @property
+    def shows(self) -> str:
+        """What the notebook's numbers are from, by what it published: a rung that ran, recordings, or both."""
+        rungs = dict.fromkeys(str(one["rung"]) for one in self.results if one.get("rung"))
+        devices = dict.fromkeys(device for one in self.results for device in one.get("recorded", ()))
+        return "; ".join([*rungs, *(f"recorded on {device}" for device in devices)])
+
     def to_json(self) -> dict:
         return asdict(self)
 
