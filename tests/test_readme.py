@@ -67,6 +67,15 @@ def test_make_commands_parse(command):
             assert f"{flag} " in done.stdout
 
 
+def test_the_python_sample_runs_and_prints_what_it_says(tmp_path):
+    (sample,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    (tmp_path / "sample.py").write_text(sample)
+    done = subprocess.run([sys.executable, str(tmp_path / "sample.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (said,) = re.findall(r"# prints: (.*)", sample)
+    assert done.stdout == f"{said}\n"
+
+
 def test_paths_exist():
     paths = set(re.findall(r"(?:notebooks|repro|src|tests)/[\w./-]*\w", README))
     paths |= {"LICENSE", "CONTRIBUTING.md", "environment.yml"}
