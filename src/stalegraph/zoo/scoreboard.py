@@ -154,7 +154,7 @@ def _recorded(title, job, missing) -> list[Cell]:
     for name in zoo.REPLICAS:
         found = [sights.get(f"{name}/{form}") for form in zoo.FORMS]
         if not any(found):
-            cells.append(_not_run(title, name, f"it was not put before it when this was {_caption(record.provenance)}"))
+            cells.append(_not_run(title, name, f"not in what was {_caption(record.provenance)}"))
             continue
         pair = [detectors.Sight(**one) if one else detectors.Sight(NOT_RUN) for one in found]
         cells.append(_cell(title, name, *pair, _caption(record.provenance)))
