@@ -394,6 +394,234 @@ def test_v2_names_the_layer_of_a_builder_that_does_not_keep_it(module):
     assert layers == {"one.attn", "two.attn"} and not watching.broken
 
 
+# ------------------------------------------------------------------------- metadata that changes its shape
+
+
+def fresh_tensor():
+    HELD.append(torch.zeros(9))
+    return HELD[-1]
+
+
+@dataclass
+class Pair:
+    a: object = None
+    b: object = None
+
+
+def fields_of(watching):
+    """The fields named so far, each with its layer."""
+    return sorted(message.split(" moved since")[0] for message in watching.messages)
+
+
+def test_layers_that_no_longer_share_their_metadata_are_each_compared(module):
+    step = v1(module)
+    watching = watch()
+    shared = Pair(fresh_tensor(), fresh_tensor())
+    step({"one": shared, "two": shared, "three": shared})
+    step({"one": shared, "two": Pair(shared.a, shared.b), "three": shared})
+    assert watching.messages == []
+    step({"one": shared, "two": Pair(shared.a, fresh_tensor()), "three": shared})
+    assert fields_of(watching) == ["b of layer two"]
+    step({"one": Pair(fresh_tensor(), shared.b), "two": shared, "three": Pair(fresh_tensor(), shared.b)})
+    assert fields_of(watching) == ["a of layer one", "a of layer three", "b of layer two"]
+
+
+def test_microbatches_that_no_longer_share_their_metadata_are_each_compared(module):
+    step = v1(module)
+    watching = watch()
+    shared = Pair(fresh_tensor(), fresh_tensor())
+    step([{"layer": shared}, {"layer": shared}])
+    step([{"layer": shared}, {"layer": Pair(fresh_tensor(), shared.b)}])
+    assert fields_of(watching) == ["a of layer layer"]
+
+
+def test_one_object_under_two_names_is_watched_under_both(module):
+    step = v1(module)
+    watching = watch()
+    inner = Pair(fresh_tensor(), fresh_tensor())
+    inner.b = inner  # a circle ends
+    step({"layer": Pair(inner, inner)})
+    step({"layer": Pair(inner, Pair(fresh_tensor(), inner))})
+    assert fields_of(watching) == ["b.a of layer layer"]
+
+
+def test_a_microbatch_that_is_missing_leaves_the_others_watched(module):
+    step = v1(module)
+    watching = watch()
+    kept = fresh_tensor()
+    step([{"layer": Pair(kept)}, {"layer": Pair(fresh_tensor())}])
+    for present in (Pair(kept), Pair(fresh_tensor())):
+        step([{"layer": present}, None])
+    assert fields_of(watching) == ["a of layer layer"] and not watching.broken
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_field_that_is_empty_in_a_step_has_not_moved(module, runner):
+    kept = fresh_tensor()
+    steps = [Pair(kept, fresh_tensor()), Pair(kept, torch.empty(0)), Pair(kept, None), Pair(kept, 3)]
+    if runner == "v1":
+        step = v1(module)
+        watching = watch("raise")
+        for one in steps:
+            step({"layer": one})
+    else:
+        base, manager_class = v2(module, "run_fullgraph")
+        Builder = type("Builder", (base,), {"build": lambda self, size: next(given)})
+        watching, manager, builder, given = watch("raise"), manager_class(), Builder(), iter(steps)
+        manager.capture(builder, [4])
+        for _ in steps[1:]:
+            builder.build(4)
+            manager.run_fullgraph(4)
+    assert watching.messages == [] and not watching.broken
+
+
+@pytest.mark.parametrize("slots", ["dataclass", "tuple", "string"])
+def test_metadata_without_a_dict_is_watched(module, slots):
+    if slots == "dataclass":
+        made = dataclass(slots=True)(type("Slotted", (), {"__annotations__": {"a": object}, "a": None}))
+    else:
+        made = type("Slotted", (), {"__slots__": ("a", "never_set") if slots == "tuple" else "a"})
+    step = v1(module)
+    watching = watch()
+    for _ in range(2):
+        one = made()
+        one.a = fresh_tensor()
+        step({"layer": one})
+    assert fields_of(watching) == ["a of layer layer"]
+
+
+@pytest.mark.parametrize("allow, named", [("a[0]", ["a[1]"]), ("a[*]", []), ("a?0?", ["a[1]"]), ("a[1]*", ["a[0]"])])
+def test_brackets_in_an_allow_list_stand_for_themselves(module, allow, named):
+    step = v1(module)
+    watching = watch(allow=[allow])
+    for _ in range(2):
+        step({"layer": Pair([fresh_tensor(), fresh_tensor()])})
+    assert [field.split(" of ")[0] for field in fields_of(watching)] == named
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_another_allow_list_holds_for_the_graphs_that_are_there(module, runner):
+    if runner == "v1":
+        run = v1(module)
+        watching = watch(allow=["a"])
+        step = lambda: run({"layer": Pair(fresh_tensor(), fresh_tensor())})  # noqa: E731
+        step()
+    else:
+        base, manager_class = v2(module, "run_fullgraph")
+        Builder = type("Builder", (base,), {"build": lambda self, size: Pair(fresh_tensor(), fresh_tensor())})
+        watching, manager, builder = watch(allow=["a"]), manager_class(), Builder()
+        manager.capture(builder, [4])
+        step = lambda: (builder.build(4), manager.run_fullgraph(4))  # noqa: E731
+    step()
+    assert fields_of(watching) == ["b of layer layer"]
+    guard.install("raise", allow=["b"])
+    with pytest.raises(StaleReadError, match="^a of layer layer moved since capture of batch 4: [^;]*$"):
+        step()
+    guard.install("raise", allow=["a", "b"])
+    step()
+
+
+# ------------------------------------------------------------------------- hooks that come and go
+
+
+def test_a_graph_that_was_captured_before_the_guard_is_told_and_not_passed_over(module, caplog):
+    step = v1(module)
+    watch()
+    step({"layer": Pair(fresh_tensor())})
+    guard.uninstall()
+    watching = watch("raise")
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        for _ in range(2):
+            assert step({"layer": Pair(fresh_tensor())}) == "replayed"
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "stalegraph guard: the graph of batch 4 is not watched"
+    ]
+    step({"layer": Pair(fresh_tensor())}, batch=8)
+    with pytest.raises(StaleReadError, match="a of layer layer moved since capture of batch 8"):
+        step({"layer": Pair(fresh_tensor())}, batch=8)
+    assert not watching.broken
+
+
+@pytest.mark.parametrize("case", ["installed again", "manager is older", "graphs dropped", "builder without a hash"])
+def test_v2_captures_of_any_manager_are_watched(module, case, caplog):
+    base, manager_class = v2(module, "run_fullgraph")
+
+    class Builder(base):
+        def build(self, size):
+            return Pair(fresh_tensor())
+
+    if case == "builder without a hash":
+        Builder.__hash__ = None
+    if case == "installed again":
+        watch()
+    if case in ("installed again", "manager is older"):
+        manager, builder = manager_class(), Builder()
+        manager.capture(builder, [4])
+        guard.uninstall()
+    watching = watch()
+    if case in ("graphs dropped", "builder without a hash"):
+        manager, builder = manager_class(), Builder()
+        manager.capture(builder, [4])
+    if case == "graphs dropped":
+        manager.graphs = {}
+    elif case != "builder without a hash":
+        builder.build(4)
+        with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+            assert manager.run_fullgraph(4) == "replayed"
+        assert "the graph of batch 4 is not watched" in caplog.text
+    manager.capture(builder, [8])
+    builder.build(8)
+    manager.run_fullgraph(8)
+    assert fields_of(watching) == ["a of layer layer"] and not watching.broken
+
+
+def test_uninstall_leaves_a_later_patch_of_someone_else_in_place(module):
+    base, manager_class = v2(module, "run_fullgraph")
+    watch()
+    hooked, calls = manager_class.run_fullgraph, []
+
+    def patched(manager, key):
+        calls.append(key)
+        return hooked(manager, key)
+
+    manager_class.run_fullgraph = patched
+    guard.uninstall()
+    assert manager_class.run_fullgraph is patched
+
+    class Builder(base):
+        def build(self, size):
+            return Pair(fresh_tensor())
+
+    def steps():
+        manager, builder = manager_class(), Builder()
+        manager.capture(builder, [4])
+        builder.build(4)
+        assert manager.run_fullgraph(4) == "replayed"
+
+    steps()
+    watching = watch()
+    assert watching.messages == []
+    steps()
+    assert calls == [4, 4] and fields_of(watching) == ["a of layer layer"]
+
+
+def test_builder_classes_made_by_a_base_with_a_rule_of_its_own_are_watched(module):
+    base, manager_class = v2(module, "run_fullgraph")
+    kinds = []
+    base.__init_subclass__ = classmethod(lambda cls, kind, **_: kinds.append(kind))
+    watching = watch()
+
+    class Builder(base, kind="decode"):
+        def build(self, size):
+            return Pair(fresh_tensor())
+
+    manager, builder = manager_class(), Builder()
+    manager.capture(builder, [4])
+    builder.build(4)
+    manager.run_fullgraph(4)
+    assert kinds == ["decode"] and fields_of(watching) == ["a of layer layer"]
+
+
 @pytest.mark.parametrize("value, level", [("", "DEBUG"), ("off", "DEBUG"), ("warn", "INFO"), ("loud", "WARNING")])
 def test_register_never_raises(monkeypatch, caplog, value, level):
     monkeypatch.setenv("STALEGRAPH_GUARD", value)

@@ -53,8 +53,9 @@ def register() -> None:
 def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callable | None = None) -> str:
     """Watch every FULL graph that is captured in this process from now on; says what it will do.
 
-    `allow` holds globs over field names ("query_start_loc", "decode.*") whose tensors may move. `on_device(tensor)`
-    says which tensors a graph can bake in (default: CUDA tensors). A second call replaces mode and allow list.
+    `allow` holds globs over field names ("query_start_loc", "decode.*", "by_size[*].indices"; brackets stand for
+    themselves) whose tensors may move. `on_device(tensor)` says which tensors a graph can bake in (default: CUDA
+    tensors). A second call replaces mode and allow list, for the graphs captured until then as well.
     """
     global _guard
     if mode not in MODES:
@@ -67,18 +68,23 @@ def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callabl
         for name, watch in _watches.items():
             on_arrival(name, watch)
     else:
-        _guard.mode, _guard.allow = mode, (*IGNORED, *allow)
+        _guard.mode = mode
+        _guard.permit(allow)
     return f"addresses of attention metadata are compared at each replay of a FULL graph, and a moved one {_does(mode)}"
 
 
 def uninstall() -> None:
-    """Take every hook out of vLLM again and forget all records."""
+    """Take every hook out of vLLM again and forget all records.
+
+    A hook that someone else has patched over since then stays where it is and does nothing.
+    """
     global _guard
     guard, _guard = _guard, None
     for name, watch in (*_watches.items(), (BUILDERS, _watch_builders)):
         forget(name, watch)
     if guard is not None:
         guard.unhook()
+        guard.forget()
 
 
 def _does(mode):
@@ -120,7 +126,7 @@ class Fields:
         def addresses(metadata):
             try:
                 return list(map(address, fetch(metadata)))
-            except (AttributeError, TypeError):  # a field is None or gone in this step
+            except (AttributeError, TypeError):  # a field is None, gone or no tensor in this step
                 return walked(metadata)
 
         return addresses
@@ -135,35 +141,52 @@ def _address(value, path) -> int | None:
         return None
 
 
-def tensors(metadata, on_device, path=(), seen=None):
-    """Yield (path, tensor) for each device tensor in a tree of dataclasses, objects, dicts and sequences."""
+def tensors(metadata, on_device, path=(), above=()):
+    """Yield (path, tensor) for each device tensor in a tree of dataclasses, objects, dicts and sequences.
+
+    An object that hangs in two places is yielded under both, since it can be replaced in either.
+    """
     import torch
 
     if isinstance(metadata, torch.Tensor):
         if on_device(metadata) and metadata.data_ptr():
             yield path, metadata
         return
-    seen = set() if seen is None else seen
-    if len(path) >= MAX_DEPTH or id(metadata) in seen:
+    if len(path) >= MAX_DEPTH or any(metadata is one for one in above):
         return
-    seen.add(id(metadata))
+    for step, value in _below(metadata):
+        yield from tensors(value, on_device, (*path, step), (*above, metadata))
+
+
+def _below(metadata):
+    """(step, value) for what lies directly below an object, __slots__ included."""
     if isinstance(metadata, dict):
-        below = [(Item(key), value) for key, value in metadata.items()]
-    elif isinstance(metadata, (list, tuple)):
-        below = [(Item(index), value) for index, value in enumerate(metadata)]
-    elif type(metadata).__module__.split(".")[0] in OPAQUE or not hasattr(metadata, "__dict__"):
-        return
-    else:
-        below = [(name, value) for name, value in vars(metadata).items() if not name.startswith("_stalegraph")]
-    for step, value in below:
-        yield from tensors(value, on_device, (*path, step), seen)
+        return [(Item(key), value) for key, value in metadata.items()]
+    if isinstance(metadata, (list, tuple)):
+        return [(Item(index), value) for index, value in enumerate(metadata)]
+    if isinstance(metadata, type) or type(metadata).__module__.split(".")[0] in OPAQUE:
+        return []
+    slots = (getattr(cls, "__slots__", ()) for cls in type(metadata).__mro__)
+    names = (name for some in slots for name in ([some] if isinstance(some, str) else some))
+    values = {name: getattr(metadata, name, None) for name in names if not name.startswith("__")}
+    values.update(getattr(metadata, "__dict__", {}))
+    return [(name, value) for name, value in values.items() if not name.startswith("_stalegraph")]
 
 
 class Group:
-    """One metadata object that some layers share: where it is found, its fields, and their addresses at capture."""
+    """One metadata object and the layers of one microbatch that share it, with the addresses below it at capture.
 
-    def __init__(self, layer, fields, captured):
-        self.layer, self.fields, self.captured = layer, fields, captured
+    `fields` are those to watch of what was `found`, as the allow list has it now, and `captured` their addresses.
+    """
+
+    def __init__(self, at, layer, found):
+        self.at, self.layers = at, [layer]
+        self.found = found
+        self.fields, self.captured = Fields(()), []
+
+    def watch(self, watched: Callable[[str], bool]) -> None:
+        self.fields = Fields(path for path in self.found if watched(spell(path)))
+        self.captured = [self.found[path] for path in self.fields.paths]
 
 
 class Seen:
@@ -172,6 +195,12 @@ class Seen:
     def __init__(self):
         self.fields = Fields(())
         self.latest: list[int | None] | None = None
+
+    def extend(self, paths) -> None:
+        new = [path for path in paths if path not in self.fields.paths]
+        if new:
+            self.fields = Fields([*self.fields.paths, *new])
+            self.latest = None
 
     def build(self, metadata) -> bool:
         self.latest = self.fields.addresses(metadata)
@@ -194,15 +223,28 @@ class Record:
 
     def __init__(self, batch, groups, seen=()):
         self.batch, self.groups, self.seen = batch, groups, seen
-        # (microbatch, layer, how to read, captured) of each group, so that a step looks up no more than it must.
-        self._short = [(*group.layer, group.fields.addresses, group.captured) for group in groups if not seen]
+        self.shorten()
+
+    def shorten(self) -> None:
+        """Lay out for the short way what each group watches, so that a step looks up no more than it must."""
+        self._short = [
+            (group.at, group.layers[0], group.layers[1:], group.fields.addresses, group.captured)
+            for group in self.groups
+            if not self.seen
+        ]
 
     def holds(self, attn_metadata) -> bool:
         """V1: whether all fields of this step's metadata lie where they were captured."""
         one = type(attn_metadata) is dict
-        for at, layer, addresses, captured in self._short:
-            if addresses((attn_metadata if one else attn_metadata[at])[layer]) != captured:
+        for at, layer, others, addresses, captured in self._short:
+            by_layer = attn_metadata if one else attn_metadata[at]
+            metadata = by_layer[layer]
+            if addresses(metadata) != captured:
                 return False
+            for other in others:
+                own = by_layer[other]
+                if own is not metadata and addresses(own) != captured:
+                    return False
         return True
 
     def held(self) -> bool:
@@ -236,11 +278,13 @@ class Guard:
     """The records of all graphs, keyed weakly by graph object, and what is done about a field that moved."""
 
     def __init__(self, mode, allow=(), on_device=None):
+        from torch.utils.weak import WeakIdKeyDictionary
+
         self.mode = mode
-        self.allow = (*IGNORED, *allow)
         self.on_device = on_device or (lambda tensor: tensor.is_cuda)
-        self.records = weakref.WeakKeyDictionary()  # graph -> Record
+        self.records = WeakIdKeyDictionary()  # graph -> Record
         self.reported = set()
+        self.blind = False  # whether it was said that a graph without a record is replayed
         self.messages = []
         self.broken = False
         self._undo = []
@@ -248,9 +292,10 @@ class Guard:
         self.managed = False  # whether there is a manager of graphs
         self.watch_builds: Callable = lambda: None  # hooks the builders' steps
         self.capturing = 0
-        self.pending = {}  # builder -> Group, built since the capture of the graph before
-        self.seen = weakref.WeakKeyDictionary()  # builder -> Seen
-        self.layers = weakref.WeakKeyDictionary()  # builder -> names of its layers
+        self.pending = WeakIdKeyDictionary()  # builder -> Group, built since the capture of the graph before
+        self.seen = WeakIdKeyDictionary()  # builder -> Seen
+        self.layers = WeakIdKeyDictionary()  # builder -> names of its layers
+        self.permit(allow)
 
     # -- hooks
 
@@ -258,44 +303,76 @@ class Guard:
         """Replace `owner.name` by `wrap(original)`, to be undone by `unhook`."""
         original = owner.__dict__[name]
         replacement = functools.wraps(original)(wrap(original))
-        self._undo.append((owner, name, original))
+        self.put(owner, name, original, replacement)
+
+    def put(self, owner, name, original, replacement):
+        self._undo.append((owner, name, original, replacement))
         setattr(owner, name, replacement)
 
     def unhook(self):
-        for owner, name, original in reversed(self._undo):
+        for owner, name, original, replacement in reversed(self._undo):
+            if owner.__dict__.get(name) is not replacement:
+                continue
             if original is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
         self._undo.clear()
 
+    def forget(self):
+        """Take the records off the graphs and builders that carry them."""
+        for carrier in [*self.records, *self.seen]:
+            for name in ("_stalegraph_record", "_stalegraph_seen"):
+                with contextlib.suppress(AttributeError):
+                    delattr(carrier, name)
+        for table in (self.records, self.seen, self.layers, self.pending):
+            table.clear()
+
+    # -- what is watched
+
+    def permit(self, allow: Iterable[str]) -> None:
+        """Replace the allow list: what is watched of the graphs captured so far follows it."""
+        self.allow = (*IGNORED, *allow)
+        # A bracket is part of a field's name, not of a glob's set of characters.
+        self._globs = [glob.replace("[", "[[]") for glob in self.allow]
+        for seen in self.seen.values():
+            seen.fields, seen.latest = Fields(()), None
+        for record in self.records.values():
+            for group in record.groups:
+                group.watch(self.watches)
+            for group, seen in zip(record.groups, record.seen):
+                seen.extend(group.fields.paths)
+            record.shorten()
+
+    def watches(self, field: str) -> bool:
+        return not any(fnmatch.fnmatchcase(field, glob) for glob in self._globs)
+
     # -- capture and replay
 
-    def group(self, layer, metadata) -> Group:
+    def group(self, at, layer, metadata) -> Group:
         """What there is to watch in one metadata object, now."""
-        found = {path: tensor.data_ptr() for path, tensor in tensors(metadata, self.on_device)}
-        fields = Fields(path for path in found if not self.allowed(spell(path)))
-        return Group(layer, fields, [found[path] for path in fields.paths])
-
-    def allowed(self, path):
-        return any(fnmatch.fnmatchcase(path, glob) for glob in self.allow)
+        group = Group(at, layer, {path: tensor.data_ptr() for path, tensor in tensors(metadata, self.on_device)})
+        group.watch(self.watches)
+        return group
 
     @_never_in_the_way
     def groups(self, attn_metadata) -> list[Group]:
         """One group for each distinct metadata object in V1's dict by layer name, or list of such, one a microbatch."""
-        groups, seen = [], set()
-        for at, by_layer in enumerate(attn_metadata if isinstance(attn_metadata, list) else [attn_metadata]):
+        groups = {}
+        for at, by_layer in enumerate(_by_microbatch(attn_metadata)):
             for layer, metadata in (by_layer or {}).items():
-                if id(metadata) not in seen:
-                    seen.add(id(metadata))
-                    groups.append(self.group((at, layer), metadata))
-        return groups
+                group = groups.get((at, id(metadata)))
+                if group is None:
+                    groups[at, id(metadata)] = self.group(at, layer, metadata)
+                else:
+                    group.layers.append(layer)
+        return list(groups.values())
 
     def step(self, graph, key, attn_metadata, call):
         """V1: run a step, `call()`, that replays `graph()`, or captures it where there is none yet."""
         known = graph()
         if known is not None:
-            self.replayed(known, attn_metadata)
+            self.replayed(known, _batch(key), attn_metadata)
             return call()
         # Before the call: what appears on the metadata during it was planned inside the graph.
         groups = self.groups(attn_metadata)
@@ -310,29 +387,42 @@ class Guard:
             graph._stalegraph_record = record
 
     @_never_in_the_way
-    def replayed(self, graph, attn_metadata) -> None:
+    def replayed(self, graph, batch, attn_metadata) -> None:
         """V1: compare the metadata of this step with what `graph` captured."""
         record = self.records.get(graph)
         if record is None:
+            self.unrecorded(batch)
             return
-        by_layer = attn_metadata if isinstance(attn_metadata, list) else (attn_metadata,)
+        microbatches = _by_microbatch(attn_metadata)
         moved = []
         for group in record.groups:
-            at, layer = group.layer
-            metadata = by_layer[at].get(layer) if at < len(by_layer) else None
-            if metadata is None:
-                continue
-            now = group.fields.addresses(metadata)
-            if now != group.captured:
-                moved += self.moved(record.batch, layer, group, now)
+            by_layer = (microbatches[group.at] if group.at < len(microbatches) else None) or {}
+            compared = set()  # of what the layers shared at capture, each object that there is now
+            for layer in group.layers:
+                metadata = by_layer.get(layer)
+                if metadata is not None and id(metadata) not in compared:
+                    compared.add(id(metadata))
+                    now = group.fields.addresses(metadata)
+                    if now != group.captured:
+                        moved += self.moved(record.batch, layer, group, now)
         self.act(moved)
+
+    def unrecorded(self, batch) -> None:
+        """Say once that graphs are replayed of whose capture nothing is known."""
+        if not self.blind:
+            self.blind = True
+            logger.warning(
+                "stalegraph guard: the graph of batch %s is not watched, nor is any other that was captured before the "
+                "guard was installed or without attention metadata",
+                batch,
+            )
 
     def moved(self, batch, layer, group, now) -> list[tuple[str, str, str]]:
         """(layer, field, message) for each field of `group` that lies elsewhere now, if it is a tensor now."""
         moved = []
         for path, captured, address in zip(group.fields.paths, group.captured, now, strict=True):
             field = spell(path)
-            if address not in (None, captured) and not self.allowed(field):
+            if address and address != captured:  # 0 is an empty tensor, of which nothing is read
                 where = f"captured {captured:#x}, now {address:#x}"
                 message = f"{field} of layer {layer} moved since capture of batch {batch}: {where}"
                 moved.append((layer, field, message))
@@ -364,7 +454,7 @@ class Guard:
         """V2: a builder returned metadata; only addresses are kept, so that no tensor lives longer than it would."""
         if self.capturing:
             known = self.layers.get(builder) or getattr(builder, "layer_names", None) or [type(builder).__name__]
-            self.pending[builder] = self.group(known[0], metadata)
+            self.pending[builder] = self.group(0, known[0], metadata)
             return
         seen = self.seen.get(builder)
         if seen is not None:
@@ -380,27 +470,30 @@ class Guard:
                 seen = self.seen[builder] = Seen()
                 with contextlib.suppress(AttributeError):
                     builder._stalegraph_seen = seen
-            new = [path for path in group.fields.paths if path not in seen.fields.paths]
-            if new:
-                seen.fields = Fields([*seen.fields.paths, *new])
-                seen.latest = None
+            seen.extend(group.fields.paths)
             groups.append(group)
             all_seen.append(seen)
         self.pending.clear()
         self.note(graph, Record(_batch(key), groups, all_seen))
 
     @_never_in_the_way
-    def run(self, graph) -> None:
+    def run(self, graph, key) -> None:
         """V2: compare what the builders returned last with what `graph` captured."""
         record = self.records.get(graph)
         if record is None:
+            self.unrecorded(_batch(key))
             return
         moved = []
         for group, seen in zip(record.groups, record.seen):
             latest = seen.of(group)
             if latest is not None and latest != group.captured:
-                moved += self.moved(record.batch, group.layer, group, latest)
+                moved += self.moved(record.batch, group.layers[0], group, latest)
         self.act(moved)
+
+
+def _by_microbatch(attn_metadata) -> list:
+    """V1's dicts by layer name; without microbatches there is one."""
+    return attn_metadata if isinstance(attn_metadata, list) else [attn_metadata]
 
 
 def _batch(key):
@@ -473,31 +566,40 @@ def _watch_microbatches(module):
     _quietly(lambda: guard.hook(module.UBatchWrapper, "__call__", wrap))
 
 
+class _WatchedGraphs(dict):
+    """A V2 manager's graphs by batch: every release stores a graph here right after its capture."""
+
+    def __setitem__(self, key, graph):
+        super().__setitem__(key, graph)
+        if _guard is not None:
+            _guard.captured(key, graph)
+
+
 def _watch_v2(module):
     """Hook the V2 runner's graph manager and, since only that runner needs it, the builders."""
     guard = _guard
     if guard is None:
         return
 
-    class WatchedGraphs(dict):
-        """The manager's graphs by batch: every release stores a graph here right after its capture."""
-
-        def __setitem__(self, key, graph):
-            super().__setitem__(key, graph)
-            guard.captured(key, graph)
+    def managed(manager):
+        if type(getattr(manager, "graphs", None)) is dict:
+            manager.graphs = _WatchedGraphs(manager.graphs)
+        guard.managed = True
+        _quietly(guard.watch_builds)
 
     def wrap_init(original):
         def __init__(manager, *args, **kwargs):
             original(manager, *args, **kwargs)
-            if type(getattr(manager, "graphs", None)) is dict:
-                manager.graphs = WatchedGraphs(manager.graphs)
-            guard.managed = True
-            _quietly(guard.watch_builds)
+            if _guard is guard:
+                managed(manager)
 
         return __init__
 
     def wrap_capture(original):
         def capture(manager, *args, **kwargs):
+            if _guard is not guard:
+                return original(manager, *args, **kwargs)
+            managed(manager)  # it may be older than the guard, or have been given a new dict of graphs
             guard.capturing += 1
             try:
                 return original(manager, *args, **kwargs)
@@ -516,7 +618,7 @@ def _watch_v2(module):
                 except Exception:
                     held = graph is None
                 if not held:
-                    guard.run(graph)
+                    guard.run(graph, key)
             return original(manager, key, *args, **kwargs)
 
         return run
@@ -570,8 +672,12 @@ def _watch_builders(module):
     original = base.__dict__.get("__init_subclass__")
 
     def __init_subclass__(cls, **kwargs):
-        super(base, cls).__init_subclass__(**kwargs)
-        _quietly(lambda: hook_class(cls, hooks))
+        if original is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            original.__get__(None, cls)(**kwargs)
+        if _guard is guard:
+            _quietly(lambda: hook_class(cls, hooks))
 
     def hook_all(hooks):
         waiting, seen = [base], set()
@@ -593,9 +699,7 @@ def _watch_builders(module):
         guard.watch_builds = watch_builds
         if guard.managed:
             watch_builds()
-        if original is None:
-            base.__init_subclass__ = classmethod(__init_subclass__)
-            guard._undo.append((base, "__init_subclass__", None))
+        guard.put(base, "__init_subclass__", original, classmethod(__init_subclass__))
 
     _quietly(hook)
 
