@@ -59,6 +59,61 @@ def test_a_deep_copy_of_a_model_is_a_model_on_the_device(device):
     assert torch.equal(model(given), other(given))
 
 
+def views(base):
+    """Deep copies of a tensor and views of it, with what shows whether they share their bytes."""
+    copied = copy.deepcopy({"base": base, "row": base[1], "turned": base.t(), "wide": base[:, :1].expand(3, 5)})
+    copied["base"].fill_(7)
+    return {
+        name: (one.tolist(), one.stride(), one.storage_offset(), one.untyped_storage().nbytes())
+        for name, one in copied.items()
+    }
+
+
+def one_view(base):
+    row = copy.deepcopy(base[1])
+    return row.storage_offset(), row.as_strided((12,), (1,), 0).tolist()
+
+
+def overlapping(base):
+    copied = copy.deepcopy(base.as_strided((4, 3), (1, 1)))
+    return copied.tolist(), copied.stride()
+
+
+def with_gradient(base):
+    base.requires_grad_(True).sum().backward()
+    copied = copy.deepcopy(base)
+    base.grad.zero_()
+    return copied.requires_grad, copied.grad.tolist()
+
+
+def conjugate(base):
+    number = torch.complex(base, base).conj()
+    return copy.deepcopy(number).tolist(), copy.deepcopy(number.imag).tolist()
+
+
+@pytest.mark.parametrize("what", [views, one_view, overlapping, with_gradient, conjugate], ids=lambda f: f.__name__)
+def test_a_deep_copy_is_what_it_is_on_the_host(what):
+    want = what(torch.arange(12.0).reshape(3, 4))
+    with Device():
+        assert what(torch.arange(12.0).reshape(3, 4)) == want
+
+
+def test_what_hangs_on_a_deep_copy_is_on_the_device_too(device):
+    source = torch.ones(3, requires_grad=True)
+    source.sum().backward()
+    assert all(device.is_device(one) for copied in [copy.deepcopy(source)] for one in (copied, copied.grad))
+
+
+def test_a_deep_copy_can_be_captured(device):
+    source = torch.ones(3)
+    graph = device.graph()
+    with graph.capture():
+        doubled = copy.deepcopy(source) * 2
+    source.fill_(5)
+    graph.replay()
+    assert doubled.tolist() == [10, 10, 10]
+
+
 def test_each_allocation_has_a_storage_of_its_own_and_views_share_it(device):
     one, two = torch.zeros(8), torch.zeros(8)
     assert one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr()

@@ -66,6 +66,17 @@ CASES = {
         lambda: (randn(4, 3), zeros(3), ones(3)),
         lambda a, m, v: (F.batch_norm(a, m, v, training=True), m, v),
     ),
+    "vectors": (
+        lambda: (randn(4), randn(4, 3), randn(3, 4), randn(3)),
+        lambda v, a, w, b: (v @ a, w @ v, v @ v, F.linear(v, w), F.linear(v, w, b)),
+    ),
+    "views_in_place": (
+        lambda: (randn(2, 3),),
+        lambda a: (
+            (a * 2).unsqueeze_(0), (a * 2).t_(), (a * 2).transpose_(0, 1), (a * 2)[:1].squeeze_(0) + 1,
+            (a * 2).as_strided_((2,), (3,)), (a * 2).swapaxes_(0, 1) @ a, (a * 2).resize_as_(a[:1]),
+        ),
+    ),
     "number_on_the_host": (lambda: (randn(5),), lambda a: a * torch.tensor(2.0)),
 }  # fmt: skip
 

@@ -134,9 +134,10 @@ class Operators(TorchDispatchMode):
         return self.device.allocator.empty(tuple(like.shape), like.stride(), like.dtype)
 
     def _metadata(self, operator, args, kwargs):
-        if operator.name != "aten::resize_" or not (self._where(args[:1], None) & _DEVICE or self._fresh(args[0])):
+        like = {"aten::resize_": lambda: args[1], "aten::resize_as_": lambda: args[1].shape}.get(operator.name)
+        if like is None or not (self._where(args[:1], None) & _DEVICE or self._fresh(args[0])):
             return operator.call(*args, **kwargs)
-        return self.device.resize(args[0], args[1])
+        return self.device.resize(args[0], like())
 
     def _fresh(self, tensor) -> bool:
         """Whether `tensor` is empty and not of a host tensor's memory: it becomes the device's as it grows."""
@@ -232,15 +233,26 @@ class Calls(TorchFunctionMode):
             return call(*args, **kwargs)
 
     def _deepcopy(self, call, args, kwargs):
-        if not self.device.is_device(args[0]) or self.device.capturing is not None:
-            return call(*args, **kwargs)
-        copy = call(*args, **kwargs)
-        if self.device.is_host(copy):
-            with torch.no_grad():  # by ops that everyone who looks at the dispatcher sees
-                source = args[0].detach()
-                placed = torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=source.device)
-                copy.data = placed.copy_(source)
-        return copy
+        """torch copies whole storages, which views share; on the way there it finds those that are on the device."""
+        tensor, memo = args
+        if tensor.is_leaf and id(tensor) not in memo:
+            for one in (tensor, tensor.grad):
+                if one is not None:
+                    self._copy_storage(one, memo.setdefault("torch", {}))
+        return call(*args, **kwargs)
+
+    def _copy_storage(self, tensor, copied) -> None:
+        if not self.device.is_device(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in copied or storage.data_ptr() not in self.device.allocator.live:
+            return
+        with torch.no_grad():  # by ops that everyone who looks at the dispatcher sees
+            source = tensor.detach()
+            source = source.conj() if source.is_conj() else source
+            source = source._neg_view() if source.is_neg() else source
+            source = source.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            copied[storage._cdata] = torch.empty_like(source).copy_(source).untyped_storage()
 
     def _data(self, call, args, kwargs):
         result = call(*args, **kwargs)

@@ -81,6 +81,8 @@ class Operator:
             return "metadata"
         if has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
             return "composite"
+        if torch.Tag.inplace_view in self.overload.tags:
+            return "view"  # such as unsqueeze_: it turns the tensor itself into another view of its bytes
         aliased = [result.alias_info is not None for result in schema.returns]
         if self.name in _VIEWS or (aliased and all(aliased) and not self.access):
             return "view"
