@@ -218,6 +218,41 @@ def test_a_declared_input_must_be_written_before_each_replay(both, written, find
     assert [finding.hazard for finding in w.report().findings] == ["F"] * findings
 
 
+def pointed_at(x):
+    return torch.empty(0).set_(x)
+
+
+def cut(x):
+    return torch.empty(0).set_(x).resize_(COUNT)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [pointed_at, cut, lambda x: x.view(1, COUNT).squeeze_(0), lambda x: x.view(1, COUNT).t_()],
+    ids=["set_", "resize_", "squeeze_", "t_"],
+)
+@pytest.mark.parametrize("written", [True, False])
+def test_ops_that_only_point_at_an_input_do_not_count_as_writing_it(both, body, written):
+    w, device = both
+    x = full(1)
+    w.declare(inputs=lambda: {"x": x})
+    graph, _ = captured(device, lambda: body(x) * 2)
+    for k in range(3):
+        if written or not k:
+            x.fill_(k)
+        graph.replay()
+    assert [finding.hazard for finding in w.report().findings] == ([] if written else ["F"])
+
+
+def test_a_tensor_that_grows_within_a_capture_is_the_captures_own(both):
+    w, device = both
+    x, kept = full(3), torch.empty(0)
+    graph, out = captured(device, lambda: kept.resize_(COUNT).copy_(x) * 2)
+    for _ in range(2):
+        graph.replay()
+    assert not w.report().findings and out.tolist() == [6.0] * COUNT
+
+
 def test_an_input_that_changes_unseen_is_a_gap_and_no_finding(both):
     w, device = both
     x = full(1)

@@ -125,6 +125,8 @@ def _schema(func):
     returns = schema.returns
     aliases = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     view = aliases and not any(write for _, write in slots)
+    # unsqueeze_ and its like turn a tensor into another view of the same bytes, of which they touch none.
+    view = view or (torch.Tag.inplace_view in func.tags and schema.name not in (RESIZE, SET))
     return schema.name, slots, dict(slots), view
 
 
@@ -189,11 +191,9 @@ class Witness(TorchDispatchMode):
         else:
             for value in fresh:
                 self.book.note(value, made=name)
-            if name == RESIZE and inputs:
-                self.book.note(inputs[0][2], made=name)
-            if name == SET and inputs:
+            if name in (RESIZE, SET) and inputs:
                 if self.book.find(inputs[0][2]) is not None:
-                    return  # it points a tensor at bytes and writes none
+                    return  # it gives a tensor other bounds or bytes and writes none
                 self.book.note(inputs[0][2], made=name)
             self._hosted(name, inputs)
 
@@ -222,6 +222,10 @@ class Witness(TorchDispatchMode):
     def _captured(self, capture, op, slots, args, kwargs, inputs, fresh) -> None:
         capture.ops += 1
         self._numbers(capture, op, slots, args, kwargs)
+        if op in (RESIZE, SET):
+            if inputs and self.book.find(inputs[0][2]) is None:  # it has grown, into memory of the capture's
+                fresh = [inputs[0][2]]
+            inputs = []
         if op not in SHAPE_ONLY:
             for name, write, tensor in inputs:
                 self._touch(capture, op, name, write, tensor)
