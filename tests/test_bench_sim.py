@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stalegraph import cli
-from stalegraph.bench import sim
+from stalegraph.bench import gpu, sim
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,19 @@ def test_json_is_one_object_on_stdout_or_in_a_file(found, monkeypatch, capsys, t
     [
         ([], "bench needs one of --sim and --gpu"),
         (["--sim", "--gpu"], "bench needs one of --sim and --gpu"),
-        (["--sim", "--json", "no/such/folder/sim.json"], "json is 'no/such/folder/sim.json'"),
+        (["--sim", "--json", "no/such/folder/sim.json"], "json is 'no/such/folder/sim.json'; allowed: a file in a"),
+        (["--sim", "--json", "."], "json is '.'; allowed: a file in a folder that exists"),
+        (["--sim", "--json", "/"], "json is '/'; allowed: a file"),
+        (["--sim", "--json", ""], "json is ''; allowed: a file"),
+        (["--sim", "--flashmla-lib", "x.so"], "flashmla-lib is 'x.so' with --sim"),
+        (["--gpu", "--json"], "json is '-' with --gpu; allowed: --json FILE"),
+        (["--gpu", "--json", ""], "json is ''; allowed: a file ending in .json"),
+        (["--gpu", "--json", "bench.txt"], "json is 'bench.txt'; allowed: a file ending in .json"),
+        (["--gpu", "--json", "no/bench.json"], "json is 'no/bench.json'; allowed: a file ending in .json"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sim, "measure", lambda quick: pytest.fail("measured"))
+    monkeypatch.setattr(gpu, "main", lambda args: pytest.fail("measured"))
     assert cli.main(["bench", *words]) == 2
     assert message in capsys.readouterr().err

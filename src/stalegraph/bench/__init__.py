@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from stalegraph.errors import UsageError
 
@@ -18,11 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.sim == args.gpu:
         raise UsageError("bench needs one of --sim and --gpu; allowed: exactly one")
+    if args.json == "-" and args.gpu:
+        raise UsageError("json is '-' with --gpu; allowed: --json FILE")
+    if args.json not in (None, "-"):
+        path = Path(args.json)
+        if not path.name or path.is_dir() or not path.parent.is_dir() or (args.gpu and path.suffix != ".json"):
+            ending = " ending in .json" if args.gpu else ""
+            raise UsageError(f"json is {args.json!r}; allowed: a file{ending} in a folder that exists")
+    if args.flashmla_lib is not None and args.sim:
+        raise UsageError(f"flashmla-lib is {args.flashmla_lib!r} with --sim, which loads none; allowed: with --gpu")
     if args.gpu:
         from stalegraph.bench import gpu
 
-        if args.json == "-":
-            raise UsageError("json is '-' with --gpu; allowed: --json FILE")
         return gpu.main(args)
     from stalegraph.bench import sim
 
