@@ -15,6 +15,7 @@ class Story:
     reach: str
     fix: str
     replica: str  # its name in the zoo
+    note: str = ""  # on the table
     remedy: str = "with each step's metadata copied into the tensors of the capture"
 
 
@@ -33,10 +34,15 @@ STORIES = {
         """,
         reach="""
             Any MLA model on the FLASHMLA backend with a bf16 cache, `VLLM_USE_V2_MODEL_RUNNER=1` and full decode
-            graphs, in the releases from 0.15.0 to 0.21.0. The V1 runner builds metadata anew for each capture. The
-            sparse builder plans the same way, by reading. Not tried with a model.
+            graphs, in the releases from 0.15.0 to 0.21.0: those in the table were run, the others read. The V1 runner
+            builds metadata anew for each capture. The sparse builder plans the same way, by reading. Not tried with a
+            model.
         """,
-        fix="Build metadata anew between warm-up and capture, which the V2 runner does from 0.22.0 on.",
+        fix="""
+            Build metadata anew between warm-up and capture, which the V2 runner does from 0.22.0 on (by reading;
+            0.33.0 was run).
+        """,
+        note="The stand-in for the decode kernel, `fwd_kvcache_mla_fp8`, is one for bf16 and fp8 caches.",
         remedy="with metadata built anew between warm-up and capture",
         replica="warmup_plan",
     ),
@@ -56,9 +62,9 @@ STORIES = {
             `vllm/v1/attention/backends/utils.py` (`mamba_get_block_table_tensor`).
         """,
         reach="""
-            Models on the plain linear attention backend (MiniMax-Text-01, MiniMax-M1) with `--enable-prefix-
-            caching`, which puts models without support for mode `all` into `align`, and a cudagraph mode with full
-            decode graphs, the default for hybrid models. Read from the configuration code of 0.15.0, not tried with
+            Models on the plain linear attention backend (MiniMax-Text-01, MiniMax-M1) with
+            `--enable-prefix-caching`, which puts models without support for mode `all` into `align`, and a cudagraph
+            mode with full decode graphs, the default for hybrid models. Read from the configuration code of 0.15.0, not tried with
             a model.
         """,
         fix="""
@@ -75,7 +81,8 @@ STORIES = {
         what="""
             `WhisperCausalAttentionWithBlockPoolingBuilder.build` deep-copies the common metadata, so
             query_start_loc, seq_lens, block_table and slot_mapping are new tensors at each step, while the builder
-            inherits FlashAttention's support for full graphs. Captured kernels read the capture's freed copies.
+            inherits FlashAttention's support for full graphs. Captured kernels read the capture's freed copies; the
+            table has those that the attention kernel reads, slot_mapping is read by the write to the cache alone.
         """,
         where="""
             `vllm/model_executor/models/whisper_causal.py` (`create_whisper_attention_backend_with_block_pooling`).
@@ -84,7 +91,7 @@ STORIES = {
             Voxtral realtime and streaming, whose encoder runs inside the captured forward, with full graphs. 0.33.0
             writes to persistent buffers; by reading, 0.30.0 does so too.
         """,
-        fix="Upgrade to a release that has the persistent buffers (0.30.0 or later).",
+        fix="Upgrade to a release that has the persistent buffers (0.33.0 was run; 0.30.0 has them by reading).",
         replica="copied_metadata",
     ),
     "microbatch-split": Story(
@@ -151,7 +158,7 @@ def report(name: str, examinations: list[dict], provenance: dict) -> str:
             f"## What happens\n\n{_flow(story.what)}",
             f"## Where\n\n{_flow(story.where)}",
             "## How it was shown\n\n" + shown,
-            "\n".join(rows),
+            "\n".join(rows) + (f"\n\n{story.note}" if story.note else ""),
             f"## Who can meet it\n\n{_flow(story.reach)}",
             f"## What would fix it\n\n{_flow(story.fix)}",
         ]
