@@ -1,5 +1,7 @@
 """The guard in stand-ins for vLLM's two runners: what moved is named once, what may move is not."""
 
+import collections
+import copy
 import enum
 import importlib
 import inspect
@@ -229,7 +231,7 @@ def test_dicts_in_metadata_are_descended(module):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_microbatches_have_graphs_of_their_own(module, fresh):
+def test_microbatches_have_graphs_of_their_own(module, fresh, monkeypatch):
     """Dual batch overlap: two dicts of metadata, and graphs kept by total tokens beside the wrapper's."""
     slices = [types.SimpleNamespace(token_slice=slice(0, 4)), types.SimpleNamespace(token_slice=slice(4, 8))]
     context = types.SimpleNamespace(ubatch_slices=slices, cudagraph_runtime_mode=CUDAGraphMode.FULL, attn_metadata=None)
@@ -255,12 +257,14 @@ def test_microbatches_have_graphs_of_their_own(module, fresh):
     for _ in range(3):
         context.attn_metadata = [{"layer": metadata(persistent)}, {"layer": metadata(None if fresh else persistent)}]
         wrapper()
+        if not fresh:
+            monkeypatch.setattr(guard.Guard, "step", lambda *_: pytest.fail("the long way"))
     assert [graph.replays for graph in watching.records] == [2]
     moved = [message.split(" moved")[0] for message in watching.messages]
     assert moved == (["decode.scheduler_metadata.num_splits of layer layer"] if fresh else [])
 
 
-def v2(module, run_name):
+def v2(module, run_name, capture=None):
     """V2: a manager that builds, captures and stores graphs as vLLM does, and replays with no forward context."""
 
     class AttentionMetadataBuilder:
@@ -283,6 +287,7 @@ def v2(module, run_name):
         return "replayed"
 
     setattr(Manager, run_name, run)
+    Manager.capture = capture or Manager.capture
     module(guard.BUILDERS, AttentionMetadataBuilder=AttentionMetadataBuilder)
     module(guard.V2_GRAPHS, CudaGraphManager=Manager)
     return AttentionMetadataBuilder, Manager
@@ -370,7 +375,7 @@ def test_v2_a_fault_of_the_guard_is_told_and_ends_it_but_no_step(module, where, 
     fields = watching.seen[builder].fields
     owner, name = (fields, "addresses") if where == "build" else (guard.Record, "held")
     monkeypatch.setattr(owner, name, fails)
-    monkeypatch.setattr(guard.Seen, "of", fails)
+    monkeypatch.setattr(guard.Record, "differing", fails)
     assert builder.build(4) is not None and manager.run_fullgraph(4) == "replayed"
     assert watching.broken and "odd metadata" in caplog.text
 
@@ -521,7 +526,118 @@ def test_another_allow_list_holds_for_the_graphs_that_are_there(module, runner):
     step()
 
 
+def test_v2_graphs_of_one_builder_may_hold_different_fields(module, monkeypatch):
+    base, manager_class = v2(module, "run_fullgraph")
+    one, two, other = fresh_tensor(), fresh_tensor(), fresh_tensor()
+    Builder = type("Builder", (base,), {"build": lambda self, size: current})
+    watching, manager, builder = watch(), manager_class(), Builder()
+    for size, current in ((4, Pair({1: one, 2: two})), (8, Pair({2: two, 1: one})), (16, Pair({2: two}, other))):
+        manager.capture(builder, [size])
+    looked = []
+    monkeypatch.setattr(guard.Record, "differing", lambda record: looked.append(record.batch) or iter(()))
+    for size, current in ((4, Pair({1: one, 2: two})), (8, Pair({1: one, 2: two})), (16, Pair({2: two}, other))):
+        builder.build(size)
+        manager.run_fullgraph(size)
+    assert looked == []  # the long way is for fields that moved
+    monkeypatch.undo()
+    current = Pair({1: two, 2: one})
+    builder.build(8)
+    manager.run_fullgraph(8)
+    assert fields_of(watching) == ["a[1] of layer layer", "a[2] of layer layer"]
+
+
+def test_v2_a_graph_captured_again_is_not_held_to_what_was_built_before(module):
+    base, manager_class = v2(module, "run_fullgraph")
+    Builder = type("Builder", (base,), {"build": lambda self, size: current})
+    watch("raise")
+    manager, builder, current = manager_class(), Builder(), Pair(fresh_tensor())
+    manager.capture(builder, [4])
+    builder.build(4)
+    manager.run_fullgraph(4)
+    current = Pair(fresh_tensor())
+    manager.capture(builder, [4])
+    manager.run_fullgraph(4)
+    current = Pair(fresh_tensor())
+    builder.build(4)
+    with pytest.raises(StaleReadError):
+        manager.run_fullgraph(4)
+
+
+def test_v2_what_a_copy_of_a_builder_returns_is_not_its_own(module):
+    base, manager_class = v2(module, "run_fullgraph")
+    Builder = type("Builder", (base,), {"build": lambda self, size: current})
+    watching, manager, builder, kept = watch(), manager_class(), Builder(), Pair(fresh_tensor())
+    current = kept
+    manager.capture(builder, [4])
+    builder.build(4)
+    current = Pair(fresh_tensor())
+    copy.copy(builder).build(4)
+    manager.run_fullgraph(4)
+    assert watching.messages == []
+
+
+@pytest.mark.parametrize("allow", ["decode.*", [None], [3]])
+def test_an_allow_list_that_is_none_is_a_usage_error_and_changes_nothing(module, allow):
+    watching = watch("raise")
+    with pytest.raises(UsageError, match="allowed: a list of globs over field names"):
+        guard.install("warn", allow=allow)
+    assert watching.mode == "raise"
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, tuple, list])
+def test_v1_takes_the_short_way_while_nothing_moves(module, kind, monkeypatch):
+    step = v1(module)
+    watch()
+    by_layer = {"one": Pair(fresh_tensor()), "two": Pair(fresh_tensor())}
+    given = kind([by_layer, by_layer]) if kind in (tuple, list) else kind(by_layer)
+    step(given)
+    monkeypatch.setattr(guard.Guard, "step", lambda *_: pytest.fail("the long way"))
+    assert step(given) == "replayed"
+
+
 # ------------------------------------------------------------------------- hooks that come and go
+
+
+def test_a_guard_that_a_fault_ended_is_brought_back_by_install(module, monkeypatch):
+    step = v1(module)
+    watching = watch("raise")
+    with monkeypatch.context() as fault:
+        fault.setattr(guard, "tensors", lambda *_: 1 / 0)
+        step({"layer": Pair(fresh_tensor())})
+    assert watching.broken and step({"layer": Pair(fresh_tensor())}) == "replayed"
+    guard.install("raise")
+    step({"layer": Pair(fresh_tensor())}, batch=8)
+    with pytest.raises(StaleReadError):
+        step({"layer": Pair(fresh_tensor())}, batch=8)
+
+
+@pytest.mark.parametrize("case", ["no build", "one build for two", "patched", "a class's own", "nothing in it"])
+def test_v2_a_graph_whose_metadata_was_not_seen_is_told(module, case, caplog):
+    def capture(manager, builder, sizes):
+        if case == "one build for two":
+            builder.build(0)
+        for size in sizes:
+            if case not in ("no build", "one build for two"):
+                builder.build(size)
+            manager.graphs[size] = Graph()
+
+    base, manager_class = v2(module, "run_fullgraph", capture)
+
+    def build(self, size):
+        return Pair(3 if case == "nothing in it" else fresh_tensor())
+
+    Builder = type("Builder", (base,), {"build": classmethod(build) if case == "a class's own" else build})
+    watching, manager, builder = watch("raise"), manager_class(), Builder()
+    if case == "patched":
+        Builder.build = build
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        manager.capture(builder, [8, 4])
+    builder.build(4)
+    assert manager.run_fullgraph(4) == "replayed" and watching.messages == [] and not watching.broken
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"the graph of batch {4 if case == 'one build for two' else 8} is not watched" in told
+
+
 
 
 def test_a_graph_that_was_captured_before_the_guard_is_told_and_not_passed_over(module, caplog):

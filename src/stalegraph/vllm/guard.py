@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import inspect
 import logging
 import operator
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -60,6 +62,9 @@ def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callabl
     global _guard
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
+    allow = allow if isinstance(allow, str) else list(allow)
+    if isinstance(allow, str) or not all(isinstance(glob, str) for glob in allow):
+        raise UsageError(f"allow is {allow!r}; allowed: a list of globs over field names")
     if mode == "off":
         uninstall()
         return "off"
@@ -68,7 +73,7 @@ def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callabl
         for name, watch in _watches.items():
             on_arrival(name, watch)
     else:
-        _guard.mode = mode
+        _guard.mode, _guard.broken = mode, False
         _guard.permit(allow)
     return f"addresses of attention metadata are compared at each replay of a FULL graph, and a moved one {_does(mode)}"
 
@@ -162,7 +167,7 @@ def _below(metadata):
     """(step, value) for what lies directly below an object, __slots__ included."""
     if isinstance(metadata, dict):
         return [(Item(key), value) for key, value in metadata.items()]
-    if isinstance(metadata, (list, tuple)):
+    if isinstance(metadata, (list, tuple, deque)):
         return [(Item(index), value) for index, value in enumerate(metadata)]
     if isinstance(metadata, type) or type(metadata).__module__.split(".")[0] in OPAQUE:
         return []
@@ -192,7 +197,8 @@ class Group:
 class Seen:
     """What one builder returned last, V2 only: addresses of the fields of all graphs, in the order of `fields.paths`."""
 
-    def __init__(self):
+    def __init__(self, builder):
+        self.builder = id(builder)  # a copy of a builder carries its attributes along, but is not meant
         self.fields = Fields(())
         self.latest: list[int | None] | None = None
 
@@ -200,18 +206,13 @@ class Seen:
         new = [path for path in paths if path not in self.fields.paths]
         if new:
             self.fields = Fields([*self.fields.paths, *new])
-            self.latest = None
+        self.latest = None
 
-    def build(self, metadata) -> bool:
+    def build(self, builder, metadata) -> bool:
+        if self.builder != id(builder):
+            return False
         self.latest = self.fields.addresses(metadata)
         return True
-
-    def of(self, group: Group) -> list[int | None] | None:
-        """The addresses of a group's fields, by which the graphs of one builder may differ."""
-        if self.latest is None or self.fields.paths == group.fields.paths:
-            return self.latest
-        by_path = dict(zip(self.fields.paths, self.latest, strict=True))
-        return [by_path.get(path) for path in group.fields.paths]
 
 
 class Record:
@@ -227,17 +228,19 @@ class Record:
 
     def shorten(self) -> None:
         """Lay out for the short way what each group watches, so that a step looks up no more than it must."""
-        self._short = [
-            (group.at, group.layers[0], group.layers[1:], group.fields.addresses, group.captured)
-            for group in self.groups
-            if not self.seen
-        ]
+        if self.seen:
+            self._short = [(one, _picker(one, group), group.captured) for one, group in zip(self.seen, self.groups)]
+        else:
+            self._short = [
+                (group.at, group.layers[0], group.layers[1:], group.fields.addresses, group.captured)
+                for group in self.groups
+            ]
 
     def holds(self, attn_metadata) -> bool:
         """V1: whether all fields of this step's metadata lie where they were captured."""
-        one = type(attn_metadata) is dict
+        several = isinstance(attn_metadata, (list, tuple))
         for at, layer, others, addresses, captured in self._short:
-            by_layer = attn_metadata if one else attn_metadata[at]
+            by_layer = attn_metadata[at] if several else attn_metadata
             metadata = by_layer[layer]
             if addresses(metadata) != captured:
                 return False
@@ -249,10 +252,27 @@ class Record:
 
     def held(self) -> bool:
         """V2: the same for what the builders returned last."""
-        for group, seen in zip(self.groups, self.seen):
-            if seen.latest is not None and seen.latest != group.captured:
+        for seen, pick, captured in self._short:
+            latest = seen.latest
+            if latest is not None and (latest if pick is None else pick(latest)) != captured:
                 return False
         return True
+
+    def differing(self):
+        """V2: (group, addresses now) of each group whose builder returned other addresses last."""
+        for (seen, pick, captured), group in zip(self._short, self.groups):
+            if seen.latest is not None:
+                now = seen.latest if pick is None else pick(seen.latest)
+                if now != captured:
+                    yield group, now
+
+
+def _picker(seen: Seen, group: Group) -> Callable[[list], list] | None:
+    """What takes a group's addresses out of its builder's, by which the graphs of one builder may differ."""
+    if seen.fields.paths == group.fields.paths:
+        return None
+    at = [seen.fields.paths.index(path) for path in group.fields.paths]
+    return lambda latest: [latest[index] for index in at]
 
 
 def _never_in_the_way(method):
@@ -267,8 +287,7 @@ def _never_in_the_way(method):
         except StaleReadError:
             raise
         except Exception as error:
-            self.broken = True
-            logger.warning("stalegraph guard is off from here on: %s: %s", type(error).__name__, error)
+            self.fail(error)
             return None
 
     return guarded
@@ -328,6 +347,11 @@ class Guard:
         for table in (self.records, self.seen, self.layers, self.pending):
             table.clear()
 
+    def fail(self, error) -> None:
+        """End the guard, and say so."""
+        self.broken = True
+        logger.warning("stalegraph guard is off from here on: %s: %s", type(error).__name__, error)
+
     # -- what is watched
 
     def permit(self, allow: Iterable[str]) -> None:
@@ -336,12 +360,16 @@ class Guard:
         # A bracket is part of a field's name, not of a glob's set of characters.
         self._globs = [glob.replace("[", "[[]") for glob in self.allow]
         for seen in self.seen.values():
-            seen.fields, seen.latest = Fields(()), None
+            seen.fields = Fields(())
         for record in self.records.values():
             for group in record.groups:
                 group.watch(self.watches)
             for group, seen in zip(record.groups, record.seen):
                 seen.extend(group.fields.paths)
+        self.shorten()
+
+    def shorten(self) -> None:
+        for record in self.records.values():
             record.shorten()
 
     def watches(self, field: str) -> bool:
@@ -377,11 +405,13 @@ class Guard:
         # Before the call: what appears on the metadata during it was planned inside the graph.
         groups = self.groups(attn_metadata)
         output = call()
-        if graph() is not None:
-            self.note(graph(), Record(_batch(key), groups or []))
+        if groups is not None and graph() is not None:
+            self.note(graph(), Record(_batch(key), groups))
         return output
 
     def note(self, graph, record) -> None:
+        if not any(group.found for group in record.groups):
+            self.unrecorded(record.batch)
         self.records[graph] = record
         with contextlib.suppress(AttributeError):  # then each replay goes the long way
             graph._stalegraph_record = record
@@ -412,8 +442,8 @@ class Guard:
         if not self.blind:
             self.blind = True
             logger.warning(
-                "stalegraph guard: the graph of batch %s is not watched, nor is any other that was captured before the "
-                "guard was installed or without attention metadata",
+                "stalegraph guard: the graph of batch %s is not watched, nor is any other whose attention metadata was "
+                "not seen at its capture, for instance because the guard was installed later",
                 batch,
             )
 
@@ -458,7 +488,7 @@ class Guard:
             return
         seen = self.seen.get(builder)
         if seen is not None:
-            seen.build(metadata)
+            seen.build(builder, metadata)
 
     @_never_in_the_way
     def captured(self, key, graph) -> None:
@@ -467,7 +497,7 @@ class Guard:
         for builder, group in self.pending.items():
             seen = self.seen.get(builder)
             if seen is None:
-                seen = self.seen[builder] = Seen()
+                seen = self.seen[builder] = Seen(builder)
                 with contextlib.suppress(AttributeError):
                     builder._stalegraph_seen = seen
             seen.extend(group.fields.paths)
@@ -475,6 +505,7 @@ class Guard:
             all_seen.append(seen)
         self.pending.clear()
         self.note(graph, Record(_batch(key), groups, all_seen))
+        self.shorten()  # builders may return more fields now than the graphs before this one have
 
     @_never_in_the_way
     def run(self, graph, key) -> None:
@@ -484,16 +515,14 @@ class Guard:
             self.unrecorded(_batch(key))
             return
         moved = []
-        for group, seen in zip(record.groups, record.seen):
-            latest = seen.of(group)
-            if latest is not None and latest != group.captured:
-                moved += self.moved(record.batch, group.layers[0], group, latest)
+        for group, now in record.differing():
+            moved += self.moved(record.batch, group.layers[0], group, now)
         self.act(moved)
 
 
 def _by_microbatch(attn_metadata) -> list:
     """V1's dicts by layer name; without microbatches there is one."""
-    return attn_metadata if isinstance(attn_metadata, list) else [attn_metadata]
+    return attn_metadata if isinstance(attn_metadata, (list, tuple)) else [attn_metadata]
 
 
 def _batch(key):
@@ -525,10 +554,14 @@ def _watch_v1(module):
         def watched(wrapper, args, kwargs):
             try:
                 context = module.get_forward_context()
+                metadata, key = context.attn_metadata, context.batch_descriptor
+                passes = context.cudagraph_runtime_mode is not full or not metadata
             except AssertionError:  # outside of inference, where the wrapper just calls the model
-                return original(wrapper, *args, **kwargs)
-            metadata, key = context.attn_metadata, context.batch_descriptor
-            if context.cudagraph_runtime_mode is not full or not metadata:
+                passes = True
+            except Exception as error:
+                guard.fail(error)
+                passes = True
+            if passes:
                 return original(wrapper, *args, **kwargs)
 
             def graph():
@@ -550,11 +583,24 @@ def _watch_microbatches(module):
 
     def wrap(original):
         def __call__(wrapper, *args, **kwargs):
-            context = module.get_forward_context()
-            slices, metadata = context.ubatch_slices, context.attn_metadata
-            if slices is None or not metadata or context.cudagraph_runtime_mode != full or _guard is not guard:
+            if _guard is not guard or guard.broken:
                 return original(wrapper, *args, **kwargs)
-            key = sum(piece.token_slice.stop - piece.token_slice.start for piece in slices)
+            try:
+                context = module.get_forward_context()
+                slices, metadata = context.ubatch_slices, context.attn_metadata
+                passes = slices is None or not metadata or context.cudagraph_runtime_mode != full
+                key = None if passes else sum(piece.token_slice.stop - piece.token_slice.start for piece in slices)
+            except Exception as error:
+                guard.fail(error)
+                passes = True
+            if passes:
+                return original(wrapper, *args, **kwargs)
+            try:  # the short way
+                held = wrapper.cudagraphs[key].cudagraph._stalegraph_record.holds(metadata)
+            except Exception:
+                held = False
+            if held:
+                return original(wrapper, *args, **kwargs)
 
             def graph():
                 return getattr(wrapper.cudagraphs.get(key), "cudagraph", None)
@@ -645,7 +691,7 @@ def _watch_builders(module):
             metadata = original(builder, *args, **kwargs)
             if _guard is guard and not guard.broken:
                 try:
-                    seen = None if guard.capturing else builder._stalegraph_seen.build(metadata)
+                    seen = None if guard.capturing else builder._stalegraph_seen.build(builder, metadata)
                 except Exception:
                     seen = None
                 if not seen:
@@ -666,7 +712,8 @@ def _watch_builders(module):
 
     def hook_class(cls, hooks):
         for name in hooks.keys() & cls.__dict__.keys():
-            guard.hook(cls, name, hooks[name])
+            if inspect.isfunction(cls.__dict__[name]):
+                guard.hook(cls, name, hooks[name])
 
     base = module.AttentionMetadataBuilder
     original = base.__dict__.get("__init_subclass__")
