@@ -74,6 +74,12 @@ def one_view(base):
     return row.storage_offset(), row.as_strided((12,), (1,), 0).tolist()
 
 
+def bytes_beside_numbers(base):
+    raw = torch.arange(10, dtype=torch.uint8)
+    copied = copy.deepcopy({"header": raw[:8].view(torch.float64), "tail": raw[8:]})
+    return copied["tail"].tolist(), copied["header"].untyped_storage().nbytes()
+
+
 def overlapping(base):
     copied = copy.deepcopy(base.as_strided((4, 3), (1, 1)))
     return copied.tolist(), copied.stride()
@@ -91,7 +97,11 @@ def conjugate(base):
     return copy.deepcopy(number).tolist(), copy.deepcopy(number.imag).tolist()
 
 
-@pytest.mark.parametrize("what", [views, one_view, overlapping, with_gradient, conjugate], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "what",
+    [views, one_view, bytes_beside_numbers, overlapping, with_gradient, conjugate],
+    ids=lambda function: function.__name__,
+)
 def test_a_deep_copy_is_what_it_is_on_the_host(what):
     want = what(torch.arange(12.0).reshape(3, 4))
     with Device():

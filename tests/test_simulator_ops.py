@@ -77,6 +77,15 @@ CASES = {
             (a * 2).as_strided_((2,), (3,)), (a * 2).swapaxes_(0, 1) @ a, (a * 2).resize_as_(a[:1]),
         ),
     ),
+    "resize_": (
+        lambda: (randn(6),),
+        lambda a: (
+            a.view(2, 3).t().resize_(3, 2), a.view(2, 3).t().resize_as_(a.view(3, 2)), a[2:].resize_(3),
+            (a * 2).view(2, 3).t().resize_(10)[:6], (a * 2)[2:].resize_(10)[:4], (a * 2).resize_(0).resize_(12)[:6],
+            (a * 2)[:0].resize_as_(zeros(30))[:6], empty(0).set_(a * 2).resize_(0).resize_(7)[:6],
+            (a * 2)[:4].resize_(1, 2, 1, 2, memory_format=torch.channels_last),
+        ),
+    ),
     "number_on_the_host": (lambda: (randn(5),), lambda a: a * torch.tensor(2.0)),
 }  # fmt: skip
 
@@ -93,6 +102,26 @@ def values(tensors):
 
 def same(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def laid_out(tensor):
+    return tensor.stride(), tensor.storage_offset()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["views_in_place", "resize_"])
+def test_what_changes_in_place_is_laid_out_as_on_the_host(name, captured):
+    function = CASES[name][1]
+    given = CASES[name][0]()
+    want = list(map(laid_out, function(*values(given))))
+    with Device() as device:
+        static = [tensor.to(device.torch_device) for tensor in given]
+        if captured:
+            with device.graph().capture():
+                got = function(*static)
+        else:
+            got = function(*static)
+        assert list(map(laid_out, got)) == want
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["normal", "inference"])

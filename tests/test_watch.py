@@ -494,6 +494,19 @@ def test_torchs_own_graphs_are_made_to_keep_their_nodes_while_a_watch_is_open(mo
 
 
 # torch.cuda on the simulated GPU
+def test_memory_counts_are_those_of_blocks():
+    with simulated_cuda():
+        before = torch.cuda.memory_allocated()
+        kept = torch.empty(1000, device="cuda")
+        passing = torch.empty(3000, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() - before == 4096 + 3072
+        del passing
+        assert torch.cuda.memory_allocated() - before == 4096 == kept.nbytes + 96
+        assert torch.cuda.max_memory_allocated() - before == 4096 + 3072
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() <= torch.cuda.memory_reserved()
+
+
 def test_a_cuda_program_runs_on_the_simulated_gpu():
     with watch(quiet=True) as w, simulated_cuda():
         assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

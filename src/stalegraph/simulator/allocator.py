@@ -98,6 +98,7 @@ class CachingAllocator:
         self.step = 0
         self.live: dict[int, Allocation] = {}
         self.allocations = self.frees = 0
+        self.allocated_bytes = self.peak_bytes = 0  # in whole blocks, as `torch.cuda.memory_allocated` counts
         self._pools: dict[tuple[int, int], _Pool] = {DEFAULT_POOL: _Pool(DEFAULT_POOL)}
         self._issued = 0
         self._segments: dict[int, _Segment] = {}
@@ -176,6 +177,8 @@ class CachingAllocator:
         chunk.allocation = allocation
         self.live[address] = allocation
         self.allocations += 1
+        self.allocated_bytes += chunk.size
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if self._capture is not None:
             segment = chunk.segment.address
             self._carved.append(
@@ -209,6 +212,7 @@ class CachingAllocator:
         allocation.chunk = allocation.reference = None
         del self.live[allocation.address]
         self.frees += 1
+        self.allocated_bytes -= chunk.size
         now = self.step
         self._log.append((now, "free", allocation.address, allocation.nbytes, allocation, allocation.pool))
         chunk.allocation = None
@@ -235,6 +239,10 @@ class CachingAllocator:
     def _take(self, free: list, chunk: _Chunk) -> None:
         del free[bisect_left(free, (chunk.size, chunk.address))]
         del self._chunks[chunk.address]
+
+    def reset_peak(self) -> None:
+        """Counts the peak of the allocated bytes anew, from what is allocated now."""
+        self.peak_bytes = self.allocated_bytes
 
     def name(self, allocation: Allocation, label: str) -> None:
         """Labels an allocation; the label stays with its block until the block is handed out again."""

@@ -15,6 +15,7 @@ from stalegraph.simulator.dispatch import Calls, Operators
 from stalegraph.simulator.events import AllocationEvent, Counters, StaleRead
 from stalegraph.simulator.graph import CUDAGraph
 from stalegraph.simulator.memory import Memory, span
+from stalegraph.simulator.operator import Operator
 from stalegraph.simulator.pinned import PinnedMemory
 from stalegraph.simulator.recorder import Recorder
 
@@ -175,16 +176,37 @@ class Device:
         placed.copy_(tensor)
         return placed
 
-    def resize(self, tensor: torch.Tensor, shape) -> torch.Tensor:
-        """`tensor` with another shape, in a new block if its own is too small; what lay in it comes along."""
+    def resize(self, tensor: torch.Tensor, shape, memory_format=None) -> torch.Tensor:
+        """`tensor` with another shape, as `resize_` gives it: dense, at the same offset of its storage.
+
+        A storage that is too small is replaced by a larger one, to which its bytes are copied. Other views of it stay
+        with the old one, which on a GPU would move along.
+        """
+        if memory_format is None and tuple(tensor.shape) == tuple(shape):
+            return tensor
         with self.host():
             wanted = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
-            if span(wanted) + tensor.storage_offset() * tensor.itemsize <= tensor.untyped_storage().nbytes():
-                return tensor.as_strided_(wanted.shape, wanted.stride())
-            grown = self.allocator.empty(tuple(wanted.shape), wanted.stride(), tensor.dtype)
-            if self.capturing is None and tensor.numel():
-                grown.view(-1)[: tensor.numel()] = tensor.reshape(-1)
-            return tensor.set_(grown)
+            if memory_format is not None:
+                wanted = wanted.contiguous(memory_format=memory_format)
+            offset, storage = tensor.storage_offset(), tensor.untyped_storage()
+            needed = span(wanted) + offset * tensor.itemsize if wanted.numel() else 0
+            if needed <= storage.nbytes():
+                return tensor.as_strided_(wanted.shape, wanted.stride(), offset)
+            old = self.bytes_of(storage) if storage.nbytes() else None
+            grown = self.allocator.empty((needed,), (1,), torch.uint8)
+            if old is not None:
+                start = grown[: old.numel()]
+                if self.capturing is not None:
+                    self.capturing.record(Operator.of(torch.ops.aten.copy_.default), (start, old, True), {})
+                else:
+                    start.copy_(old)
+                    self.count_copy(old.numel())
+            return tensor.set_(grown.untyped_storage(), offset, wanted.shape, wanted.stride())
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The whole of `storage` as a tensor of bytes, made where nobody sees it."""
+        with self.host():
+            return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of pageable host data, for which the host waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,14 +135,20 @@ class Operators(TorchDispatchMode):
         return self.device.allocator.empty(tuple(like.shape), like.stride(), like.dtype)
 
     def _metadata(self, operator, args, kwargs):
-        like = {"aten::resize_": lambda: args[1], "aten::resize_as_": lambda: args[1].shape}.get(operator.name)
-        if like is None or not (self._where(args[:1], None) & _DEVICE or self._fresh(args[0])):
+        if operator.name not in ("aten::resize_", "aten::resize_as_") or not self._resizable(args[0]):
             return operator.call(*args, **kwargs)
-        return self.device.resize(args[0], like())
+        shape, form = args[1], kwargs.get("memory_format")
+        if operator.name == "aten::resize_as_":
+            shape = args[1].shape
+            form = suggest_memory_format(args[1]) if form is torch.preserve_format else form
+        return self.device.resize(args[0], shape, form)
 
-    def _fresh(self, tensor) -> bool:
-        """Whether `tensor` is empty and not of a host tensor's memory: it becomes the device's as it grows."""
-        return tensor.numel() == 0 and tensor.is_cpu and tensor.untyped_storage().nbytes() == 0
+    def _resizable(self, tensor) -> bool:
+        """Whether `tensor` is of device memory, or empty and of none: then it becomes the device's as it grows."""
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        return self.device.in_arena(storage.data_ptr()) or storage.nbytes() == 0
 
     def _composite(self, operator, args, kwargs):
         # Inference mode hands composites over whole; their parts are what a GPU would launch.
@@ -247,12 +254,9 @@ class Calls(TorchFunctionMode):
         storage = tensor.untyped_storage()
         if storage._cdata in copied or storage.data_ptr() not in self.device.allocator.live:
             return
-        with torch.no_grad():  # by ops that everyone who looks at the dispatcher sees
-            source = tensor.detach()
-            source = source.conj() if source.is_conj() else source
-            source = source._neg_view() if source.is_neg() else source
-            source = source.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            copied[storage._cdata] = torch.empty_like(source).copy_(source).untyped_storage()
+        source = self.device.bytes_of(storage)
+        # By ops that everyone who looks at the dispatcher sees.
+        copied[storage._cdata] = torch.empty_like(source).copy_(source).untyped_storage()
 
     def _data(self, call, args, kwargs):
         result = call(*args, **kwargs)
