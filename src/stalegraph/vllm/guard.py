@@ -306,7 +306,7 @@ class Guard:
         self.blind = False  # whether it was said that a graph without a record is replayed
         self.messages = []
         self.broken = False
-        self._undo = []
+        self.hooks = []
         # V2 only.
         self.managed = False  # whether there is a manager of graphs
         self.watch_builds: Callable = lambda: None  # hooks the builders' steps
@@ -325,18 +325,18 @@ class Guard:
         self.put(owner, name, original, replacement)
 
     def put(self, owner, name, original, replacement):
-        self._undo.append((owner, name, original, replacement))
+        self.hooks.append((owner, name, original, replacement))
         setattr(owner, name, replacement)
 
     def unhook(self):
-        for owner, name, original, replacement in reversed(self._undo):
+        for owner, name, original, replacement in reversed(self.hooks):
             if owner.__dict__.get(name) is not replacement:
                 continue
             if original is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        self._undo.clear()
+        self.hooks.clear()
 
     def forget(self):
         """Take the records off the graphs and builders that carry them."""

@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import wraps
+from inspect import isfunction
 from pathlib import Path
 
 from stalegraph.errors import StalegraphError, StaleReadError, UsageError
@@ -199,9 +200,9 @@ class Switch:
 
     def __init__(self, watching: guard.Guard):
         self.watches = True
-        self.hooks = [(owner, name, original) for owner, name, original in watching._undo if original is not None]
-        for owner, name, original in self.hooks:
-            setattr(owner, name, self._either(original, owner.__dict__[name]))
+        self.hooks = [one for one in watching.hooks if isfunction(one[-1])]  # how a class makes subclasses is no step
+        for owner, name, original, hooked in self.hooks:
+            watching.put(owner, name, hooked, self._either(original, hooked))
 
     def _either(self, original, hooked):
         @wraps(original)
