@@ -576,6 +576,133 @@ def test_v2_what_a_copy_of_a_builder_returns_is_not_its_own(module):
     assert watching.messages == []
 
 
+def planning(base, kept):
+    """A builder class whose metadata is planned by the first forward that runs with it, as FlashMLA's bf16 decode."""
+
+    class Builder(base):
+        def build(self, size=0):
+            return Pair(kept, Pair())
+
+    def forward(made):
+        made.b.a = made.b.a if made.b.a is not None else fresh_tensor()
+
+    return Builder, forward
+
+
+@pytest.mark.parametrize("case", ["planned by the warm-up", "planned in the graph", "built anew", "allowed"])
+def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(module, case, monkeypatch):
+    monkeypatch.setattr("torch.cuda.graph", Capturing)
+
+    def capture(manager, builder, sizes):
+        for size in sizes:
+            made = builder.build(size)
+            if case != "planned in the graph":
+                forward(made)
+            if case == "built anew":
+                made = builder.build(size)
+            with torch.cuda.graph(None):
+                forward(made)
+            manager.graphs[size] = Graph()
+
+    base, manager_class = v2(module, "run_fullgraph", capture)
+    Builder, forward = planning(base, fresh_tensor())
+    watching = watch(allow=["b.*"] if case == "allowed" else [])
+    manager, builder = manager_class(), Builder()
+    manager.capture(builder, [8, 4])
+    for _ in range(2):
+        builder.build(4)
+        manager.run_fullgraph(4)
+    if case == "planned by the warm-up":
+        (message,) = watching.messages
+        assert message.startswith("b.a of layer layer was made by a warm-up before the capture of batch 4: 0x")
+        assert message.endswith(", which no step writes")
+    else:
+        assert watching.messages == []
+    guard.uninstall()
+    assert "__enter__" in Capturing.__dict__ and not hasattr(Capturing.__enter__, "__wrapped__")
+
+
+def test_v2_metadata_that_is_made_from_another_groups_is_watched(module):
+    """0.33.0 gives the later ones of equal groups `update_block_table` of the first one's metadata, at capture too."""
+    base, manager_class = v2(module, "run_fullgraph")
+
+    class Builder(base):
+        def build(self, size):
+            raise AssertionError("not in this group")
+
+        def update_block_table(self, metadata, *_):
+            return Pair(metadata.a, fresh_tensor())
+
+    first = Pair(fresh_tensor())
+
+    def capture(manager, builder, sizes):
+        for size in sizes:
+            builder.update_block_table(first)
+            manager.graphs[size] = Graph()
+
+    manager_class.capture = capture
+    watching, manager, builder = watch(), manager_class(), Builder()
+    manager.capture(builder, [4])
+    builder.update_block_table(first)
+    manager.run_fullgraph(4)
+    assert fields_of(watching) == ["b of layer layer"]
+
+
+def test_v2_a_drafters_manager_of_its_own_is_watched(module):
+    """0.15.0's EagleCudaGraphManager is no subclass of the runner's manager."""
+    base, manager_class = v2(module, "run")
+    methods = {name: manager_class.__dict__[name] for name in ("__init__", "capture", "run")}
+    drafts = type("EagleCudaGraphManager", (), methods)
+    module(guard.V2_DRAFTS, EagleCudaGraphManager=drafts)
+    Builder = type("Builder", (base,), {"build": lambda self, size: Pair(fresh_tensor())})
+    watching = watch()
+    manager, builder = drafts(), Builder()
+    manager.capture(builder, [4])
+    builder.build(4)
+    manager.run(4)
+    assert fields_of(watching) == ["a of layer layer"]
+
+
+def test_v2_a_replay_without_a_build_is_told_and_judged_by_no_older_one(module, caplog):
+    base, manager_class = v2(module, "run_fullgraph")
+    Builder = type("Builder", (base,), {"build": lambda self, size: current})
+    watching, manager, builder, kept = watch("raise"), manager_class(), Builder(), Pair(fresh_tensor())
+    current = kept
+    manager.capture(builder, [4, 8])
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        builder.build(4)
+        manager.run_fullgraph(4)
+        manager.run_fullgraph(8)  # of the same build, for a drafter's first step
+        assert caplog.records == []
+        current = Pair(fresh_tensor())
+        builder.build(4)
+        with pytest.raises(StaleReadError):
+            manager.run_fullgraph(4)
+        for _ in range(2):
+            manager.run_fullgraph(4)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [words.split(" is replayed")[0] for words in told] == ["stalegraph guard: the graph of batch 4"]
+    assert len(watching.messages) == 1
+
+
+def test_where_an_encoders_keys_go_is_read_by_no_decode_graph(module):
+    step = v1(module)
+    watching = watch(allow=["*.mixer:b"])
+    layers = ("model.decoder.layers.0.encoder_attn.attn", "model.layers.0.self_attn.attn", "model.layers.1.mixer")
+
+    def given():
+        made = {layer: types.SimpleNamespace(slot_mapping=fresh_tensor(), b=fresh_tensor()) for layer in layers}
+        step(made)
+
+    given()
+    given()
+    assert fields_of(watching) == sorted(
+        [f"b of layer {layers[0]}"]
+        + [f"{name} of layer {layers[1]}" for name in ("b", "slot_mapping")]
+        + [f"slot_mapping of layer {layers[2]}"]
+    )
+
+
 @pytest.mark.parametrize("allow", ["decode.*", [None], [3]])
 def test_an_allow_list_that_is_none_is_a_usage_error_and_changes_nothing(module, allow):
     watching = watch("raise")
@@ -761,6 +888,19 @@ class CapturedGraph(Graph):
     pass
 
 
+class Capturing:
+    """Stands for `torch.cuda.graph`, which is entered right before the capture."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
 @pytest.fixture
 def release(request, tmp_path_factory, monkeypatch):
     """Execute a release's graph wrappers with the rest of vLLM stubbed; graphs capture nothing and count replays."""
@@ -773,14 +913,14 @@ def release(request, tmp_path_factory, monkeypatch):
     root = sources(request.param, tmp_path_factory.getbasetemp() / "vllm")
     context = types.SimpleNamespace(attn_metadata=None, batch_descriptor=None, cudagraph_runtime_mode=None)
     monkeypatch.setattr("torch.cuda.CUDAGraph", CapturedGraph)
-    monkeypatch.setattr("torch.cuda.graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("torch.cuda.graph", Capturing)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 1))
 
     class Mode(enum.Enum):
         NONE, PIECEWISE, FULL, FULL_DECODE_ONLY = range(4)
 
         def has_full_cudagraphs(self):
-            return self is Mode.FULL
+            return self in (Mode.FULL, Mode.FULL_DECODE_ONLY)
 
         has_piecewise_cudagraphs = __bool__ = has_full_cudagraphs
         mixed_mode = decode_mode = lambda self: self
@@ -800,7 +940,7 @@ def release(request, tmp_path_factory, monkeypatch):
         "vllm.distributed.parallel_state": {"graph_capture": null, "is_global_first_rank": lambda: False},
         "vllm.utils.torch_utils": {"current_stream": lambda: None, "weak_ref_tensors": lambda output: output},
     }
-    with stubbed(root, [WRAPPER, MANAGER, BACKEND], names):
+    with stubbed(root, [WRAPPER, MANAGER, BACKEND, guard.V2_DRAFTS], names):
         yield types.SimpleNamespace(
             name=request.param, context=context, mode=Mode, settings=settings, load=importlib.import_module
         )
@@ -831,8 +971,9 @@ def test_v1_wrapper_of_real_releases(release, fresh):
 
 @pytest.mark.releases
 @pytest.mark.parametrize("release", ["0.14.1", "0.15.0", "0.18.1", "0.19.0", "0.20.2", "0.33.0"], indirect=True)
-@pytest.mark.parametrize("fresh", [False, True])
-def test_v2_manager_of_real_releases(release, fresh):
+@pytest.mark.parametrize("case", ["persistent", "fresh", "planned"])
+def test_v2_manager_of_real_releases(release, case):
+    """The first warm-up plans what the builder left open; from 0.22.0 on metadata is built anew for the capture."""
     watching = watch()
     module, interface = release.load(MANAGER), release.load(BACKEND)
     guard._watch_v2(module)  # the stubs' finder stands before the one that waits for this import
@@ -845,9 +986,14 @@ def test_v2_manager_of_real_releases(release, fresh):
             pass
 
         def build(self, common_prefix_len=0, common_attn_metadata=None, fast_build=False):
-            return metadata(None if fresh else persistent)
+            return metadata(None if case == "fresh" else persistent, planned=case != "planned")
 
-    builder = Builder()
+    def plan(made):
+        schedule = made.decode.scheduler_metadata
+        if schedule.num_splits is None:
+            schedule.num_splits = fresh_tensor()
+
+    builder, made = Builder(), []
     settings, old = release.settings, release.name < "0.18"
     config = settings(
         scheduler_config=settings(max_num_seqs=8, max_num_batched_tokens=8),
@@ -858,10 +1004,18 @@ def test_v2_manager_of_real_releases(release, fresh):
     )
     buffers = settings(input_ids=torch.zeros(8), positions=torch.zeros(8))
     if old:
-        prepared = (lambda: builder.build()) if release.name == "0.14.1" else (lambda: (builder.build(), {}))
-        module.prepare_inputs_to_capture = lambda *_, **__: prepared()
+
+        def prepared(*_, **__):
+            made[:] = [builder.build()]
+            return made[0] if release.name == "0.14.1" else (made[0], {})
+
+        def model(**_):
+            plan(made[0])
+            return torch.zeros(4)
+
+        module.prepare_inputs_to_capture = prepared
         manager = module.CudaGraphManager(config, False, torch.device("cpu"))
-        given = {"model": lambda **_: torch.zeros(4), "input_buffers": buffers, "attn_metadata_builders": [builder]}
+        given = {"model": model, "input_buffers": buffers, "attn_metadata_builders": [builder]}
         wanted = inspect.signature(manager.capture).parameters
         manager.capture(**{name: given.get(name) for name in wanted})
         key, run = 4, manager.run
@@ -871,8 +1025,8 @@ def test_v2_manager_of_real_releases(release, fresh):
         manager._capture_descs = {release.mode.FULL: [key]}
 
         def create_forward_fn(desc, warmup=None):
-            made = builder.build_for_cudagraph_capture(None)
-            return lambda mode: made and None
+            built = builder.build_for_cudagraph_capture(None)
+            return lambda mode: plan(built)
 
         manager.capture(create_forward_fn)
         run = manager.run_fullgraph
@@ -882,5 +1036,41 @@ def test_v2_manager_of_real_releases(release, fresh):
     assert [graph.replays for graph in watching.records] == [2]
     fields = sorted(message.split(" ")[0] for message in watching.messages)
     schedule = ["decode.scheduler_metadata.num_splits", "decode.scheduler_metadata.tile_scheduler_metadata"]
-    assert fields == (schedule if fresh else [])
-    assert all("of layer layer moved since capture of batch 4" in message for message in watching.messages)
+    if case == "planned":
+        assert fields == (schedule[:1] if release.name < "0.22" else [])
+        assert all("was made by a warm-up before the capture of batch 4" in message for message in watching.messages)
+    else:
+        assert fields == (schedule if case == "fresh" else [])
+        assert all("of layer layer moved since capture of batch 4" in message for message in watching.messages)
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", ["0.14.1", "0.15.0"], indirect=True)
+def test_v2_drafts_of_real_releases(release):
+    watching = watch()
+    interface, module = release.load(BACKEND), release.load(guard.V2_DRAFTS)
+    guard._watch_drafts(module)
+
+    class Builder(interface.AttentionMetadataBuilder):
+        layer_names = ("layer",)
+
+        def __init__(self):
+            pass
+
+        def build(self, common_prefix_len=0, common_attn_metadata=None, fast_build=False):
+            return Pair(fresh_tensor())
+
+    settings, builder = release.settings, Builder()
+    config = settings(
+        scheduler_config=settings(max_num_seqs=8, max_num_batched_tokens=8),
+        model_config=settings(max_model_len=64),
+        parallel_config=settings(data_parallel_size=1),
+        compilation_config=settings(cudagraph_mode=release.mode.FULL, cudagraph_capture_sizes=[4]),
+    )
+    module.prepare_inputs_to_capture = lambda *_, **__: (builder.build(), {})
+    manager = module.EagleCudaGraphManager(config, torch.device("cpu"))
+    given = {"generate_fn": lambda *_: None, "attn_metadata_builders": [builder]}
+    manager.capture(**{name: given.get(name) for name in inspect.signature(manager.capture).parameters})
+    builder.build()
+    manager.run(4)
+    assert fields_of(watching) == ["a of layer layer"]

@@ -4,6 +4,7 @@ A `vllm.general_plugins` entry point, off unless STALEGRAPH_GUARD is "warn" or "
 positional arguments only, of which a full graph has none, and at attention metadata in no release. With the V1 runner
 the metadata is read from the forward context around `CUDAGraphWrapper.__call__`; the V2 runner replays with no forward
 context, so there the last metadata that each builder returned is compared (vLLM #52440 asks for such a guard).
+PIECEWISE graphs run attention outside of them and are let be, also where a model has an op bake metadata into one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ MODES = ("off", "warn", "raise")
 V1_GRAPHS = "vllm.compilation.cuda_graph"
 V1_MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
 V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+V2_DRAFTS = "vllm.v1.worker.gpu.spec_decode.eagle_cudagraph"
 BUILDERS = "vllm.v1.attention.backend"
 # Read by prefill only, which no full decode graph contains; Mamba builders end such names in "_p".
-IGNORED = ("prefill*", "*.prefill*", "*_p", "chunked_context*", "*.chunked_context*")
+# An encoder's keys are written in the first step of a request only, so no decode graph reads where they go.
+IGNORED = (
+    "prefill*", "*.prefill*", "*_p", "chunked_context*", "*.chunked_context*",
+    "*.encoder_attn*:slot_mapping", "*.cross_attn*:slot_mapping",
+)  # fmt: skip
 MAX_DEPTH = 4  # metadata.decode.scheduler_metadata.num_splits has 3 steps
 # Objects of these packages are tensors, plain values or wrappers with buffers of their own, not metadata.
 OPAQUE = ("torch", "numpy", "builtins", "flashinfer", "functools", "logging", "weakref", "threading", "enum")
@@ -55,9 +61,10 @@ def register() -> None:
 def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callable | None = None) -> str:
     """Watch every FULL graph that is captured in this process from now on; says what it will do.
 
-    `allow` holds globs over field names ("query_start_loc", "decode.*", "by_size[*].indices"; brackets stand for
-    themselves) whose tensors may move. `on_device(tensor)` says which tensors a graph can bake in (default: CUDA
-    tensors). A second call replaces mode and allow list, for the graphs captured until then as well.
+    `allow` holds globs over field names whose tensors may move ("query_start_loc", "decode.*", "by_size[*].indices";
+    brackets stand for themselves), those of some layers only with a glob over layers before it ("*.mixer:state*").
+    `on_device(tensor)` says which tensors a graph can bake in (default: CUDA tensors). A second call replaces mode and
+    allow list, for the graphs captured until then as well.
     """
     global _guard
     if mode not in MODES:
@@ -182,15 +189,17 @@ class Group:
     """One metadata object and the layers of one microbatch that share it, with the addresses below it at capture.
 
     `fields` are those to watch of what was `found`, as the allow list has it now, and `captured` their addresses.
+    `planned` are those that a warm-up put there between build and capture (V2 only): no step writes them.
     """
 
-    def __init__(self, at, layer, found):
+    def __init__(self, at, layer, found, metadata=None):
         self.at, self.layers = at, [layer]
-        self.found = found
+        self.found, self.planned = found, set()
+        self.metadata = metadata  # V2 only, until the graph is captured
         self.fields, self.captured = Fields(()), []
 
-    def watch(self, watched: Callable[[str], bool]) -> None:
-        self.fields = Fields(path for path in self.found if watched(spell(path)))
+    def watch(self, watched: Callable[[str, str], bool]) -> None:
+        self.fields = Fields(path for path in self.found if watched(self.layers[0], spell(path)))
         self.captured = [self.found[path] for path in self.fields.paths]
 
 
@@ -229,7 +238,10 @@ class Record:
     def shorten(self) -> None:
         """Lay out for the short way what each group watches, so that a step looks up no more than it must."""
         if self.seen:
-            self._short = [(one, _picker(one, group), group.captured) for one, group in zip(self.seen, self.groups)]
+            # [what its builder returned, how to pick, captured, what was compared last] of each group.
+            self._short = [
+                [seen, _picker(seen, group), group.captured, None] for seen, group in zip(self.seen, self.groups)
+            ]
         else:
             self._short = [
                 (group.at, group.layers[0], group.layers[1:], group.fields.addresses, group.captured)
@@ -251,17 +263,23 @@ class Record:
         return True
 
     def held(self) -> bool:
-        """V2: the same for what the builders returned last."""
-        for seen, pick, captured in self._short:
+        """V2: the same for what the builders returned since the last replay; not where they returned nothing."""
+        for seen, pick, captured, last in self._short:
             latest = seen.latest
-            if latest is not None and (latest if pick is None else pick(latest)) != captured:
+            if latest is last or (latest if pick is None else pick(latest)) != captured:
                 return False
+        for entry in self._short:
+            entry[3] = entry[0].latest
         return True
 
     def differing(self):
-        """V2: (group, addresses now) of each group whose builder returned other addresses last."""
-        for (seen, pick, captured), group in zip(self._short, self.groups):
-            if seen.latest is not None:
+        """V2: (group, addresses now) of each group whose builder returned other addresses, None where nothing."""
+        for entry, group in zip(self._short, self.groups):
+            seen, pick, captured, last = entry
+            if seen.latest is last:
+                yield group, None
+            else:
+                entry[3] = seen.latest
                 now = seen.latest if pick is None else pick(seen.latest)
                 if now != captured:
                     yield group, now
@@ -303,12 +321,13 @@ class Guard:
         self.on_device = on_device or (lambda tensor: tensor.is_cuda)
         self.records = WeakIdKeyDictionary()  # graph -> Record
         self.reported = set()
-        self.blind = False  # whether it was said that a graph without a record is replayed
+        self.told = set()  # what has been said once: which graphs are not watched
         self.messages = []
         self.broken = False
         self.hooks = []
         # V2 only.
         self.managed = False  # whether there is a manager of graphs
+        self.awaits_builders = False
         self.watch_builds: Callable = lambda: None  # hooks the builders' steps
         self.capturing = 0
         self.pending = WeakIdKeyDictionary()  # builder -> Group, built since the capture of the graph before
@@ -357,8 +376,11 @@ class Guard:
     def permit(self, allow: Iterable[str]) -> None:
         """Replace the allow list: what is watched of the graphs captured so far follows it."""
         self.allow = (*IGNORED, *allow)
-        # A bracket is part of a field's name, not of a glob's set of characters.
-        self._globs = [glob.replace("[", "[[]") for glob in self.allow]
+        self._globs = []
+        for glob in self.allow:
+            layer, colon, field = glob.partition(":")
+            # A bracket is part of a field's name, not of a glob's set of characters.
+            self._globs.append((layer if colon else "*", (field if colon else glob).replace("[", "[[]")))
         for seen in self.seen.values():
             seen.fields = Fields(())
         for record in self.records.values():
@@ -372,14 +394,19 @@ class Guard:
         for record in self.records.values():
             record.shorten()
 
-    def watches(self, field: str) -> bool:
-        return not any(fnmatch.fnmatchcase(field, glob) for glob in self._globs)
+    def watches(self, layer: str, field: str) -> bool:
+        match = fnmatch.fnmatchcase
+        return not any(match(field, fields) and match(layer, layers) for layers, fields in self._globs)
 
     # -- capture and replay
 
+    def addresses(self, metadata) -> dict[tuple, int]:
+        """The address of each device tensor below `metadata`, by its path."""
+        return {path: tensor.data_ptr() for path, tensor in tensors(metadata, self.on_device)}
+
     def group(self, at, layer, metadata) -> Group:
         """What there is to watch in one metadata object, now."""
-        group = Group(at, layer, {path: tensor.data_ptr() for path, tensor in tensors(metadata, self.on_device)})
+        group = Group(at, layer, self.addresses(metadata))
         group.watch(self.watches)
         return group
 
@@ -439,13 +466,16 @@ class Guard:
 
     def unrecorded(self, batch) -> None:
         """Say once that graphs are replayed of whose capture nothing is known."""
-        if not self.blind:
-            self.blind = True
-            logger.warning(
-                "stalegraph guard: the graph of batch %s is not watched, nor is any other whose attention metadata was "
-                "not seen at its capture, for instance because the guard was installed later",
-                batch,
-            )
+        self.tell(
+            "unrecorded",
+            f"the graph of batch {batch} is not watched, nor is any other whose attention metadata was not seen at its "
+            "capture, for instance because the guard was installed later",
+        )
+
+    def tell(self, what, words) -> None:
+        if what not in self.told:
+            self.told.add(what)
+            logger.warning("stalegraph guard: %s", words)
 
     def moved(self, batch, layer, group, now) -> list[tuple[str, str, str]]:
         """(layer, field, message) for each field of `group` that lies elsewhere now, if it is a tensor now."""
@@ -453,9 +483,12 @@ class Guard:
         for path, captured, address in zip(group.fields.paths, group.captured, now, strict=True):
             field = spell(path)
             if address and address != captured:  # 0 is an empty tensor, of which nothing is read
-                where = f"captured {captured:#x}, now {address:#x}"
-                message = f"{field} of layer {layer} moved since capture of batch {batch}: {where}"
-                moved.append((layer, field, message))
+                what, where = "moved since capture", f"captured {captured:#x}, now {address:#x}"
+            elif path in group.planned and address != captured:
+                what, where = "was made by a warm-up before the capture", f"{captured:#x}, which no step writes"
+            else:
+                continue
+            moved.append((layer, field, f"{field} of layer {layer} {what} of batch {batch}: {where}"))
         return moved
 
     def act(self, moved) -> None:
@@ -484,11 +517,21 @@ class Guard:
         """V2: a builder returned metadata; only addresses are kept, so that no tensor lives longer than it would."""
         if self.capturing:
             known = self.layers.get(builder) or getattr(builder, "layer_names", None) or [type(builder).__name__]
-            self.pending[builder] = self.group(0, known[0], metadata)
+            self.pending[builder] = group = self.group(0, known[0], metadata)
+            group.metadata = metadata
             return
         seen = self.seen.get(builder)
         if seen is not None:
             seen.build(builder, metadata)
+
+    @_never_in_the_way
+    def begins(self) -> None:
+        """V2: a graph is about to be captured; a warm-up with the same metadata may have put tensors on it."""
+        for group in self.pending.values():
+            now = self.addresses(group.metadata)
+            group.planned |= {path for path, address in now.items() if group.found.get(path) != address}
+            group.found = now
+            group.watch(self.watches)
 
     @_never_in_the_way
     def captured(self, key, graph) -> None:
@@ -501,6 +544,7 @@ class Guard:
                 with contextlib.suppress(AttributeError):
                     builder._stalegraph_seen = seen
             seen.extend(group.fields.paths)
+            group.metadata = None
             groups.append(group)
             all_seen.append(seen)
         self.pending.clear()
@@ -516,7 +560,14 @@ class Guard:
             return
         moved = []
         for group, now in record.differing():
-            moved += self.moved(record.batch, group.layers[0], group, now)
+            if now is None:
+                self.tell(
+                    "unbuilt",
+                    f"the graph of batch {record.batch} is replayed with no attention metadata built since its last "
+                    "replay: such replays are not compared",
+                )
+            else:
+                moved += self.moved(record.batch, group.layers[0], group, now)
         self.act(moved)
 
 
@@ -622,10 +673,24 @@ class _WatchedGraphs(dict):
 
 
 def _watch_v2(module):
-    """Hook the V2 runner's graph manager and, since only that runner needs it, the builders."""
+    """Hook the V2 runner's graph manager."""
+    if _guard is not None:
+        _quietly(lambda: _watch_manager(module.CudaGraphManager))
+
+
+def _watch_drafts(module):
+    """Hook the manager of a drafter's graphs, which in 0.15.0 is no subclass of the other one."""
+    if _guard is not None:
+        manager = getattr(module, "EagleCudaGraphManager", None)
+        if manager is not None and not any(base.__name__ == "CudaGraphManager" for base in manager.__mro__):
+            _quietly(lambda: _watch_manager(manager))
+
+
+def _watch_manager(manager):
+    """Hook one class of V2 graph managers and, since only that runner needs it, the builders."""
+    import torch
+
     guard = _guard
-    if guard is None:
-        return
 
     def managed(manager):
         if type(getattr(manager, "graphs", None)) is dict:
@@ -669,19 +734,26 @@ def _watch_v2(module):
 
         return run
 
-    def hook():
-        manager = module.CudaGraphManager
-        guard.hook(manager, "__init__", wrap_init)
-        guard.hook(manager, "capture", wrap_capture)
-        # `run` to 0.16.0, `run_fullgraph` from 0.17.1.
-        guard.hook(manager, "run_fullgraph" if "run_fullgraph" in manager.__dict__ else "run", wrap_run)
-        on_arrival(BUILDERS, _watch_builders)
+    def wrap_enter(original):
+        def __enter__(context):
+            if _guard is guard and guard.capturing:
+                guard.begins()
+            return original(context)
 
-    _quietly(hook)
+        return __enter__
+
+    guard.hook(manager, "__init__", wrap_init)
+    guard.hook(manager, "capture", wrap_capture)
+    # `run` to 0.16.0, `run_fullgraph` from 0.17.1.
+    guard.hook(manager, "run_fullgraph" if "run_fullgraph" in manager.__dict__ else "run", wrap_run)
+    if not guard.awaits_builders:
+        guard.awaits_builders = True
+        on_arrival(BUILDERS, _watch_builders)
+        guard.hook(torch.cuda.graph, "__enter__", wrap_enter)
 
 
 def _watch_builders(module):
-    """Hook `build` and `build_for_cudagraph_capture` of every builder class, those to come included."""
+    """Hook the methods of every builder class that return metadata, those of classes to come included."""
     guard = _guard
     if guard is None:
         return
@@ -737,7 +809,7 @@ def _watch_builders(module):
 
     def watch_builds():
         if "build" not in hooks:
-            more = dict.fromkeys(("build", "build_for_cudagraph_capture"), wrap)
+            more = dict.fromkeys(("build", "build_for_cudagraph_capture", "update_block_table"), wrap)
             hooks.update(more)
             hook_all(more)
 
@@ -751,7 +823,12 @@ def _watch_builders(module):
     _quietly(hook)
 
 
-_watches = {V1_GRAPHS: _watch_v1, V1_MICROBATCHES: _watch_microbatches, V2_GRAPHS: _watch_v2}
+_watches = {
+    V1_GRAPHS: _watch_v1,
+    V1_MICROBATCHES: _watch_microbatches,
+    V2_GRAPHS: _watch_v2,
+    V2_DRAFTS: _watch_drafts,
+}
 
 
 def _quietly(hook):
