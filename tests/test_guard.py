@@ -74,14 +74,32 @@ class Graph:
     def __init__(self):
         self.replays = 0
 
+    def capture_begin(self, *_, **__):
+        pass
+
     def replay(self):
         self.replays += 1
 
 
+class Capturing:
+    """Stands for `torch.cuda.graph`."""
+
+    def __init__(self, graph, *_, **__):
+        self.graph = graph
+
+    def __enter__(self):
+        self.graph.capture_begin()
+
+    def __exit__(self, *_):
+        pass
+
+
 @pytest.fixture
-def module():
-    """Make stand-in modules by name, and take them and the guard away afterwards."""
+def module(monkeypatch):
+    """Make stand-in modules by name, and take them and the guard away afterwards; graphs capture nothing."""
     made = []
+    monkeypatch.setattr("torch.cuda.CUDAGraph", type("CUDAGraph", (Graph,), dict(vars(Graph))))
+    monkeypatch.setattr("torch.cuda.graph", Capturing)
 
     def make(name, **attributes):
         stand_in = types.ModuleType(name)
@@ -110,9 +128,11 @@ def v1(module, runtime_mode=CUDAGraphMode.FULL):
                 context.batch_descriptor, types.SimpleNamespace(cudagraph=None)
             )
             if entry.cudagraph is None:
-                if plan is not None:
-                    plan()  # a schedule computed inside the graph appears on the metadata now
-                entry.cudagraph = Graph()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    if plan is not None:
+                        plan()  # a schedule computed inside the graph appears on the metadata now
+                entry.cudagraph = graph
                 return "captured"
             entry.cudagraph.replay()
             return "replayed"
@@ -244,7 +264,7 @@ def test_microbatches_have_graphs_of_their_own(module, fresh, monkeypatch):
             if 8 in self.cudagraphs:
                 self.cudagraphs[8].cudagraph.replay()
             else:
-                self.cudagraphs[8] = types.SimpleNamespace(cudagraph=Graph())
+                self.cudagraphs[8] = types.SimpleNamespace(cudagraph=torch.cuda.CUDAGraph())
 
     module(
         guard.V1_MICROBATCHES,
@@ -258,7 +278,7 @@ def test_microbatches_have_graphs_of_their_own(module, fresh, monkeypatch):
         context.attn_metadata = [{"layer": metadata(persistent)}, {"layer": metadata(None if fresh else persistent)}]
         wrapper()
         if not fresh:
-            monkeypatch.setattr(guard.Guard, "step", lambda *_: pytest.fail("the long way"))
+            monkeypatch.setattr(guard.Guard, "replayed", lambda *_: pytest.fail("the long way"))
     assert [graph.replays for graph in watching.records] == [2]
     moved = [message.split(" moved")[0] for message in watching.messages]
     assert moved == (["decode.scheduler_metadata.num_splits of layer layer"] if fresh else [])
@@ -280,7 +300,10 @@ def v2(module, run_name, capture=None):
         def capture(self, builder, sizes):
             for size in sizes:
                 builder.build(size)
-                self.graphs[size] = Graph()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    pass
+                self.graphs[size] = graph
 
     def run(self, key):
         self.graphs[key].replay()
@@ -324,12 +347,21 @@ def test_v2_compares_what_the_builder_returned_last(module, run_name, when, fres
 
 def test_uninstall_leaves_no_hook(module):
     base, manager_class = v2(module, "run")
-    originals = (manager_class.__init__, manager_class.capture, manager_class.run, base.build)
+    graph_class = torch.cuda.CUDAGraph
+
+    def hookable():
+        return manager_class.__init__, manager_class.capture, graph_class.capture_begin, base.build
+
+    originals = hookable()
     watch()
-    assert manager_class.run is not originals[2]
+    Builder = type("Builder", (base,), {"build": lambda self, size: metadata()})
+    manager = manager_class()
+    manager.capture(Builder(), [4])
+    assert all(now is not original for now, original in zip(hookable(), originals))
+    assert "replay" in vars(manager.graphs[4])
     guard.uninstall()
-    assert (manager_class.__init__, manager_class.capture, manager_class.run, base.build) == originals
-    assert "__init_subclass__" not in base.__dict__
+    assert hookable() == originals
+    assert "__init_subclass__" not in base.__dict__ and "replay" not in vars(manager.graphs[4])
 
 
 def test_a_fault_of_the_guard_ends_the_guard_and_not_the_step(module, monkeypatch, caplog):
@@ -590,9 +622,7 @@ def planning(base, kept):
 
 
 @pytest.mark.parametrize("case", ["planned by the warm-up", "planned in the graph", "built anew", "allowed"])
-def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(module, case, monkeypatch):
-    monkeypatch.setattr("torch.cuda.graph", Capturing)
-
+def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(module, case):
     def capture(manager, builder, sizes):
         for size in sizes:
             made = builder.build(size)
@@ -600,9 +630,10 @@ def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(m
                 forward(made)
             if case == "built anew":
                 made = builder.build(size)
-            with torch.cuda.graph(None):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 forward(made)
-            manager.graphs[size] = Graph()
+            manager.graphs[size] = graph
 
     base, manager_class = v2(module, "run_fullgraph", capture)
     Builder, forward = planning(base, fresh_tensor())
@@ -618,8 +649,6 @@ def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(m
         assert message.endswith(", which no step writes")
     else:
         assert watching.messages == []
-    guard.uninstall()
-    assert "__enter__" in Capturing.__dict__ and not hasattr(Capturing.__enter__, "__wrapped__")
 
 
 def test_v2_metadata_that_is_made_from_another_groups_is_watched(module):
@@ -638,7 +667,7 @@ def test_v2_metadata_that_is_made_from_another_groups_is_watched(module):
     def capture(manager, builder, sizes):
         for size in sizes:
             builder.update_block_table(first)
-            manager.graphs[size] = Graph()
+            manager.graphs[size] = torch.cuda.CUDAGraph()
 
     manager_class.capture = capture
     watching, manager, builder = watch(), manager_class(), Builder()
@@ -718,7 +747,7 @@ def test_v1_takes_the_short_way_while_nothing_moves(module, kind, monkeypatch):
     by_layer = {"one": Pair(fresh_tensor()), "two": Pair(fresh_tensor())}
     given = kind([by_layer, by_layer]) if kind in (tuple, list) else kind(by_layer)
     step(given)
-    monkeypatch.setattr(guard.Guard, "step", lambda *_: pytest.fail("the long way"))
+    monkeypatch.setattr(guard.Guard, "replayed", lambda *_: pytest.fail("the long way"))
     assert step(given) == "replayed"
 
 
@@ -746,7 +775,7 @@ def test_v2_a_graph_whose_metadata_was_not_seen_is_told(module, case, caplog):
         for size in sizes:
             if case not in ("no build", "one build for two"):
                 builder.build(size)
-            manager.graphs[size] = Graph()
+            manager.graphs[size] = torch.cuda.CUDAGraph()
 
     base, manager_class = v2(module, "run_fullgraph", capture)
 
@@ -772,13 +801,12 @@ def test_a_graph_that_was_captured_before_the_guard_is_told_and_not_passed_over(
     watch()
     step({"layer": Pair(fresh_tensor())})
     guard.uninstall()
-    watching = watch("raise")
     with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        watching = watch("raise")
         for _ in range(2):
             assert step({"layer": Pair(fresh_tensor())}) == "replayed"
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        "stalegraph guard: the graph of batch 4 is not watched"
-    ]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["stalegraph guard: 1 CUDA graphs are older than the guard: they are not watched"]
     step({"layer": Pair(fresh_tensor())}, batch=8)
     with pytest.raises(StaleReadError, match="a of layer layer moved since capture of batch 8"):
         step({"layer": Pair(fresh_tensor())}, batch=8)
@@ -801,7 +829,8 @@ def test_v2_captures_of_any_manager_are_watched(module, case, caplog):
         manager, builder = manager_class(), Builder()
         manager.capture(builder, [4])
         guard.uninstall()
-    watching = watch()
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        watching = watch()
     if case in ("graphs dropped", "builder without a hash"):
         manager, builder = manager_class(), Builder()
         manager.capture(builder, [4])
@@ -809,9 +838,8 @@ def test_v2_captures_of_any_manager_are_watched(module, case, caplog):
         manager.graphs = {}
     elif case != "builder without a hash":
         builder.build(4)
-        with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
-            assert manager.run_fullgraph(4) == "replayed"
-        assert "the graph of batch 4 is not watched" in caplog.text
+        assert manager.run_fullgraph(4) == "replayed"
+        assert "1 CUDA graphs are older than the guard: they are not watched" in caplog.text
     manager.capture(builder, [8])
     builder.build(8)
     manager.run_fullgraph(8)
@@ -821,15 +849,15 @@ def test_v2_captures_of_any_manager_are_watched(module, case, caplog):
 def test_uninstall_leaves_a_later_patch_of_someone_else_in_place(module):
     base, manager_class = v2(module, "run_fullgraph")
     watch()
-    hooked, calls = manager_class.run_fullgraph, []
+    hooked, calls = manager_class.capture, []
 
-    def patched(manager, key):
-        calls.append(key)
-        return hooked(manager, key)
+    def patched(manager, builder, sizes):
+        calls.append(sizes)
+        return hooked(manager, builder, sizes)
 
-    manager_class.run_fullgraph = patched
+    manager_class.capture = patched
     guard.uninstall()
-    assert manager_class.run_fullgraph is patched
+    assert manager_class.capture is patched
 
     class Builder(base):
         def build(self, size):
@@ -845,7 +873,7 @@ def test_uninstall_leaves_a_later_patch_of_someone_else_in_place(module):
     watching = watch()
     assert watching.messages == []
     steps()
-    assert calls == [4, 4] and fields_of(watching) == ["a of layer layer"]
+    assert calls == [[4], [4]] and fields_of(watching) == ["a of layer layer"]
 
 
 def test_builder_classes_made_by_a_base_with_a_rule_of_its_own_are_watched(module):
@@ -884,21 +912,7 @@ def test_a_mode_that_does_not_exist_is_a_usage_error():
 WRAPPER, MANAGER, BACKEND = guard.V1_GRAPHS, guard.V2_GRAPHS, guard.BUILDERS
 
 
-class CapturedGraph(Graph):
-    pass
-
-
-class Capturing:
-    """Stands for `torch.cuda.graph`, which is entered right before the capture."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
+CapturedGraph = type("CapturedGraph", (Graph,), dict(vars(Graph)))
 
 
 @pytest.fixture

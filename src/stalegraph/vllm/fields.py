@@ -1,4 +1,4 @@
-"""Where the tensors of attention metadata lie: found once at a capture, read again at each step as fast as Python can."""
+"""Where the tensors of attention metadata lie: found once at a capture, read again at each step."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Group:
 
 
 class Seen:
-    """What one builder returned last, V2 only: addresses of the fields of all graphs, in the order of `fields.paths`."""
+    """What one builder returned last, V2 only: addresses of the fields of all graphs, ordered as `fields.paths`."""
 
     def __init__(self, builder):
         self.builder = id(builder)  # a copy of a builder carries its attributes along, but is not meant
@@ -137,7 +137,7 @@ class Record:
     """What is known of one captured graph: its batch and its groups, V2's each with what its builder returned last.
 
     Of the two ways to compare, `holds` and `held` are the short ones, taken at each replay: they say whether all is
-    where it was. Each graph also has its record as an attribute, which a step reads faster than a weak dictionary.
+    where it was.
     """
 
     def __init__(self, batch, groups, seen=()):

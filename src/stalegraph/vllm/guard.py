@@ -1,9 +1,10 @@
 """A guard for vLLM: it notes where attention metadata lies when a FULL graph is captured, and compares at each replay.
 
 A `vllm.general_plugins` entry point, off unless STALEGRAPH_GUARD is "warn" or "raise". vLLM's own debug check looks at
-positional arguments only, of which a full graph has none, and at attention metadata in no release. With the V1 runner
-the metadata is read from the forward context around `CUDAGraphWrapper.__call__`; the V2 runner replays with no forward
-context, so there the last metadata that each builder returned is compared (vLLM #52440 asks for such a guard).
+positional arguments only, of which a full graph has none, and at attention metadata in no release. Addresses are noted
+as `CUDAGraph.capture_begin` is called, and each noted graph gets a `replay` of its own, which compares first. With the
+V1 runner the metadata is in the forward context; the V2 runner replays with none, so there the last metadata that each
+builder returned is compared (vLLM #52440 asks for such a guard).
 PIECEWISE graphs run attention outside of them and are let be, also where a model has an op bake metadata into one.
 """
 
@@ -12,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import gc
 import inspect
 import logging
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 
 from stalegraph.errors import StaleReadError, UsageError
@@ -71,6 +75,7 @@ def install(mode: str = "warn", *, allow: Iterable[str] = (), on_device: Callabl
         return "off"
     if _guard is None:
         _guard = Guard(mode, allow, on_device)
+        _guard.tell_of_strangers()
         for name, watch in _watches.items():
             on_arrival(name, watch)
     else:
@@ -129,9 +134,12 @@ class Guard:
         self.messages = []
         self.broken = False
         self.hooks = []
+        # V1 only: how to get the forward context, and the mode of full graphs.
+        self.context: Callable | None = None
+        self.full: object = None
         # V2 only.
         self.managed = False  # whether there is a manager of graphs
-        self.awaits_builders = False
+        self.sees_captures = self.awaits_builders = False
         self.watch_builds: Callable = lambda: None  # hooks the builders' steps
         self.capturing = 0
         self.pending = WeakIdKeyDictionary()  # builder -> Group, built since the capture of the graph before
@@ -162,9 +170,9 @@ class Guard:
         self.hooks.clear()
 
     def forget(self):
-        """Take the records off the graphs and builders that carry them."""
-        for carrier in [*self.records, *self.seen]:
-            for name in ("_stalegraph_record", "_stalegraph_seen"):
+        """Take off the graphs and builders what they carry."""
+        for carriers, name in ((self.records, "replay"), (self.seen, "_stalegraph_seen")):
+            for carrier in carriers:
                 with contextlib.suppress(AttributeError):
                     delattr(carrier, name)
         for table in (self.records, self.seen, self.layers, self.pending):
@@ -227,34 +235,62 @@ class Guard:
                     group.layers.append(layer)
         return list(groups.values())
 
-    def step(self, graph, key, attn_metadata, call):
-        """V1: run a step, `call()`, that replays `graph()`, or captures it where there is none yet."""
-        known = graph()
-        if known is not None:
-            self.replayed(known, _batch(key), attn_metadata)
-            return call()
-        # Before the call: what appears on the metadata during it was planned inside the graph.
-        groups = self.groups(attn_metadata)
-        output = call()
-        if groups is not None and graph() is not None:
-            self.note(graph(), Record(_batch(key), groups))
-        return output
-
-    def note(self, graph, record) -> None:
+    def note(self, graph, record, differs) -> None:
+        """From now on `graph` is replayed where `differs()` is false or has told what moved."""
         if not any(group.found for group in record.groups):
             self.unrecorded(record.batch)
+        guard, kind, alive = self, type(graph), weakref.ref(graph)  # a graph that held itself would live on as garbage
+
+        def replay():
+            if _guard is guard and not guard.broken:
+                differs()
+            return kind.replay(alive())
+
+        try:
+            graph.replay = replay
+        except AttributeError:
+            self.unrecorded(record.batch)
+            return
         self.records[graph] = record
-        with contextlib.suppress(AttributeError):  # then each replay goes the long way
-            graph._stalegraph_record = record
 
     @_never_in_the_way
-    def replayed(self, graph, batch, attn_metadata) -> None:
-        """V1: compare the metadata of this step with what `graph` captured."""
-        record = self.records.get(graph)
-        if record is None:
-            self.unrecorded(batch)
-            return
-        microbatches = _by_microbatch(attn_metadata)
+    def begins(self, graph) -> None:
+        """The capture of `graph` begins: V1's forward context has its metadata, V2 builds it before."""
+        if self.capturing:
+            # A warm-up with the same metadata may have put tensors on it.
+            for group in self.pending.values():
+                now = self.addresses(group.metadata)
+                group.planned |= {path for path, address in now.items() if group.found.get(path) != address}
+                group.found = now
+                group.watch(self.watches)
+        elif self.context is not None:
+            try:
+                context = self.context()
+            except AssertionError:  # outside of a step
+                return
+            if context is not None and context.attn_metadata and context.cudagraph_runtime_mode is self.full:
+                groups = self.groups(context.attn_metadata)
+                if groups is not None:
+                    self.note_v1(graph, context.batch_descriptor, groups, self.context)
+
+    @_never_in_the_way
+    def note_v1(self, graph, key, groups, get_context) -> None:
+        record = Record(_batch(key), groups)
+
+        def differs():
+            try:  # the short way, which every step goes as long as nothing has moved
+                held = record.holds(get_context().attn_metadata)
+            except Exception:  # whatever it is, the long way tells it
+                held = False
+            if not held:
+                self.replayed(record, get_context)
+
+        self.note(graph, record, differs)
+
+    @_never_in_the_way
+    def replayed(self, record, get_context) -> None:
+        """V1: compare the metadata of this step with what was captured."""
+        microbatches = _by_microbatch(get_context().attn_metadata or {})
         moved = []
         for group in record.groups:
             by_layer = (microbatches[group.at] if group.at < len(microbatches) else None) or {}
@@ -268,13 +304,23 @@ class Guard:
                         moved += self.moved(record.batch, layer, group, now)
         self.act(moved)
 
+    def tell_of_strangers(self) -> None:
+        """Say it where graphs have been captured before the guard was there."""
+        if any(name in sys.modules for name in (V1_GRAPHS, V1_MICROBATCHES, V2_GRAPHS)):
+            import torch
+
+            def there():
+                return sum(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
+
+            if there():
+                gc.collect()  # some may be garbage
+                if count := there():
+                    self.tell("strangers", f"{count} CUDA graphs are older than the guard: they are not watched")
+
     def unrecorded(self, batch) -> None:
-        """Say once that graphs are replayed of whose capture nothing is known."""
-        self.tell(
-            "unrecorded",
-            f"the graph of batch {batch} is not watched, nor is any other whose attention metadata was not seen at its "
-            "capture, for instance because the guard was installed later",
-        )
+        """Say once that there are graphs of whose metadata nothing is known."""
+        words = f"the graph of batch {batch} is not watched, nor is any other whose attention metadata was not seen"
+        self.tell("unrecorded", f"{words} at its capture")
 
     def tell(self, what, words) -> None:
         if what not in self.told:
@@ -311,7 +357,7 @@ class Guard:
 
     @_never_in_the_way
     def made(self, builder, args, kwargs) -> None:
-        """V2: a builder is made with these arguments, the second the names of its layers, which not all builders keep."""
+        """V2: a builder is made with these arguments, the second its layers' names, which not all builders keep."""
         names = kwargs.get("layer_names") or (args[1] if len(args) > 1 else None)
         if names:
             self.layers[builder] = names
@@ -329,15 +375,6 @@ class Guard:
             seen.build(builder, metadata)
 
     @_never_in_the_way
-    def begins(self) -> None:
-        """V2: a graph is about to be captured; a warm-up with the same metadata may have put tensors on it."""
-        for group in self.pending.values():
-            now = self.addresses(group.metadata)
-            group.planned |= {path for path, address in now.items() if group.found.get(path) != address}
-            group.found = now
-            group.watch(self.watches)
-
-    @_never_in_the_way
     def captured(self, key, graph) -> None:
         """V2: `graph` has just been captured under `key`, an int or a batch descriptor."""
         groups, all_seen = [], []
@@ -352,16 +389,22 @@ class Guard:
             groups.append(group)
             all_seen.append(seen)
         self.pending.clear()
-        self.note(graph, Record(_batch(key), groups, all_seen))
+        record = Record(_batch(key), groups, all_seen)
+
+        def differs():
+            try:
+                held = record.held()
+            except Exception:
+                held = False
+            if not held:
+                self.run(record)
+
+        self.note(graph, record, differs)
         self.shorten()  # builders may return more fields now than the graphs before this one have
 
     @_never_in_the_way
-    def run(self, graph, key) -> None:
-        """V2: compare what the builders returned last with what `graph` captured."""
-        record = self.records.get(graph)
-        if record is None:
-            self.unrecorded(_batch(key))
-            return
+    def run(self, record) -> None:
+        """V2: compare what the builders returned last with what was captured."""
         moved = []
         for group, now in record.differing():
             if now is None:
@@ -385,82 +428,62 @@ def _batch(key):
     return getattr(key, "num_reqs", None) or getattr(key, "num_tokens", key)
 
 
+def _watch_captures():
+    """Hook the beginning of every capture."""
+    import torch
+
+    guard = _guard
+
+    def wrap(original):
+        def capture_begin(graph, *args, **kwargs):
+            if _guard is guard:
+                guard.begins(graph)
+            return original(graph, *args, **kwargs)
+
+        return capture_begin
+
+    if not guard.sees_captures:
+        guard.sees_captures = True
+        guard.hook(torch.cuda.CUDAGraph, "capture_begin", wrap)
+
+
 def _watch_v1(module):
-    """Hook `CUDAGraphWrapper.__call__`, which captures and replays; its PIECEWISE instances are let be."""
+    """V1: FULL captures take place in `CUDAGraphWrapper.__call__`, under the forward context of their step."""
     guard = _guard
     if guard is None:
         return
-    full = module.CUDAGraphMode.FULL
 
-    def wrap(original):
-        def __call__(wrapper, *args, **kwargs):
-            if wrapper.runtime_mode is not full or _guard is not guard or guard.broken:
-                return original(wrapper, *args, **kwargs)
-            try:  # the short way, which every step goes as long as nothing has moved
-                context = module.get_forward_context()
-                graph = wrapper.concrete_cudagraph_entries[context.batch_descriptor].cudagraph
-                held = graph._stalegraph_record.holds(context.attn_metadata)
-            except Exception:  # whatever it is, the long way tells it
-                held = False
-            if held:
-                return original(wrapper, *args, **kwargs)
-            return watched(wrapper, args, kwargs)
+    def hook():
+        guard.context, guard.full = module.get_forward_context, module.CUDAGraphMode.FULL
+        _watch_captures()
 
-        def watched(wrapper, args, kwargs):
-            try:
-                context = module.get_forward_context()
-                metadata, key = context.attn_metadata, context.batch_descriptor
-                passes = context.cudagraph_runtime_mode is not full or not metadata
-            except AssertionError:  # outside of inference, where the wrapper just calls the model
-                passes = True
-            except Exception as error:
-                guard.fail(error)
-                passes = True
-            if passes:
-                return original(wrapper, *args, **kwargs)
-
-            def graph():
-                return getattr(wrapper.concrete_cudagraph_entries.get(key), "cudagraph", None)
-
-            return guard.step(graph, key, metadata, lambda: original(wrapper, *args, **kwargs))
-
-        return __call__
-
-    _quietly(lambda: guard.hook(module.CUDAGraphWrapper, "__call__", wrap))
+    _quietly(hook)
 
 
 def _watch_microbatches(module):
-    """Hook the V1 runner's dual batch overlap, whose FULL graphs lie in a wrapper of their own, by total tokens."""
+    """Hook the V1 runner's dual batch overlap, which captures, by total tokens, with no forward context."""
     guard = _guard
     if guard is None:
         return
-    full = module.CUDAGraphMode.FULL
+    full, get_context = module.CUDAGraphMode.FULL, module.get_forward_context
 
     def wrap(original):
         def __call__(wrapper, *args, **kwargs):
-            if _guard is not guard or guard.broken:
-                return original(wrapper, *args, **kwargs)
-            try:
-                context = module.get_forward_context()
-                slices, metadata = context.ubatch_slices, context.attn_metadata
-                passes = slices is None or not metadata or context.cudagraph_runtime_mode != full
-                key = None if passes else sum(piece.token_slice.stop - piece.token_slice.start for piece in slices)
-            except Exception as error:
-                guard.fail(error)
-                passes = True
-            if passes:
-                return original(wrapper, *args, **kwargs)
-            try:  # the short way
-                held = wrapper.cudagraphs[key].cudagraph._stalegraph_record.holds(metadata)
-            except Exception:
-                held = False
-            if held:
-                return original(wrapper, *args, **kwargs)
-
-            def graph():
-                return getattr(wrapper.cudagraphs.get(key), "cudagraph", None)
-
-            return guard.step(graph, key, metadata, lambda: original(wrapper, *args, **kwargs))
+            groups = key = None
+            if _guard is guard and not guard.broken:
+                try:
+                    context = get_context()
+                    slices, metadata = context.ubatch_slices, context.attn_metadata
+                    if slices is not None and metadata and context.cudagraph_runtime_mode == full:
+                        key = sum(piece.token_slice.stop - piece.token_slice.start for piece in slices)
+                        groups = None if key in wrapper.cudagraphs else guard.groups(metadata)
+                except Exception as error:
+                    guard.fail(error)
+            output = original(wrapper, *args, **kwargs)
+            graph = getattr(wrapper.cudagraphs.get(key), "cudagraph", None) if groups is not None else None
+            if graph is not None:
+                guard.note_v1(graph, key, groups, get_context)
+            return output
 
         return __call__
 
@@ -492,8 +515,6 @@ def _watch_drafts(module):
 
 def _watch_manager(manager):
     """Hook one class of V2 graph managers and, since only that runner needs it, the builders."""
-    import torch
-
     guard = _guard
 
     def managed(manager):
@@ -524,36 +545,12 @@ def _watch_manager(manager):
 
         return capture
 
-    def wrap_run(original):
-        def run(manager, key, *args, **kwargs):
-            if _guard is guard and not guard.broken:
-                graph = manager.graphs.get(key)
-                try:
-                    held = graph._stalegraph_record.held()
-                except Exception:
-                    held = graph is None
-                if not held:
-                    guard.run(graph, key)
-            return original(manager, key, *args, **kwargs)
-
-        return run
-
-    def wrap_enter(original):
-        def __enter__(context):
-            if _guard is guard and guard.capturing:
-                guard.begins()
-            return original(context)
-
-        return __enter__
-
     guard.hook(manager, "__init__", wrap_init)
     guard.hook(manager, "capture", wrap_capture)
-    # `run` to 0.16.0, `run_fullgraph` from 0.17.1.
-    guard.hook(manager, "run_fullgraph" if "run_fullgraph" in manager.__dict__ else "run", wrap_run)
+    _watch_captures()
     if not guard.awaits_builders:
         guard.awaits_builders = True
         on_arrival(BUILDERS, _watch_builders)
-        guard.hook(torch.cuda.graph, "__enter__", wrap_enter)
 
 
 def _watch_builders(module):

@@ -201,6 +201,7 @@ class Switch:
     def __init__(self, watching: guard.Guard):
         self.watches = True
         self.hooks = [one for one in watching.hooks if isfunction(one[-1])]  # how a class makes subclasses is no step
+        self.replays = [(graph, graph.replay) for graph in watching.records]
         for owner, name, original, hooked in self.hooks:
             watching.put(owner, name, hooked, self._either(original, hooked))
 
@@ -213,9 +214,13 @@ class Switch:
 
     def on(self) -> None:
         self.watches = True
+        for graph, replay in self.replays:
+            graph.replay = replay
 
     def off(self) -> None:
         self.watches = False
+        for graph, _ in self.replays:
+            vars(graph).pop("replay", None)
 
 
 class Meter:
@@ -261,7 +266,8 @@ def cost(case: Case, folder: str, rounds: int, progress: str) -> dict:
     on_arrival(BACKEND, stamps.attach)
     llm = start(case, vllm, found)
     switch, settings = Switch(guard._guard), case.settings
-    found |= {"hooks": [f"{owner.__name__}.{name}" for owner, name, *_ in switch.hooks], "batches": []}
+    hooks = [f"{owner.__name__}.{name}" for owner, name, *_ in switch.hooks] + ["replay of each graph"]
+    found |= {"hooks": hooks, "batches": []}
     lane.arrive()
     if not lane.wait():
         return found
