@@ -220,6 +220,22 @@ def test_the_recorded_guard():
         (one["model"], one["runner"], each["batch"]): each["ratio"] for one in data["cost"] for each in one["batches"]
     }
     assert set(prices) == {(m, r, b) for m in ("reciter", "deep") for r in ("v1", "v2") for b in (1, 64)}
-    assert all(ratio <= guarded.MOST_COST for (model, _, _), ratio in prices.items() if model == "deep")
-    # The reciter's one layer leaves a step little else: 15 to 17 us of 1.55 ms at batch 1, just above 1 % with V1.
-    assert all(ratio <= 1.011 for ratio in prices.values())
+    assert all(ratio <= guarded.MOST_COST for ratio in prices.values())
+
+
+def test_with_a_bf16_cache_the_v2_runners_warm_up_must_be_named_until_it_is_fixed():
+    def questions(version):
+        return [(one.question, one.runner) for one in guarded.plan_bf16({"long": "folder"}, (1,), 9, version)]
+
+    assert questions("0.20.2") == questions("0.15.0") == [("silent", "v1"), ("planned", "v2")]
+    assert questions("0.22.0") == questions("0.33.0") == [("silent", "v1"), ("silent", "v2")]
+    case = guarded.plan_bf16({"long": "folder"}, (1,), 9, "0.20.2")[1]
+    findings = [
+        {"message": f"decode.scheduler_metadata.{field} of layer l {what} of batch 1: 0x7f", "replays_before": 0}
+        for field in guarded.STALE
+        for what in [guarded.PLANNED]
+    ]
+    assert guarded.shown(case, {"graphs_noted": 4, "findings": findings})
+    assert not guarded.shown(case, {"graphs_noted": 4, "findings": findings[:1]})
+    moved = [{**one, "message": one["message"].replace(guarded.PLANNED, "moved since capture")} for one in findings]
+    assert not guarded.shown(case, {"graphs_noted": 4, "findings": moved})
