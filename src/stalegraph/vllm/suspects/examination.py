@@ -10,7 +10,7 @@ import torch
 
 from stalegraph.audit import audit, note
 from stalegraph.errors import StalegraphError
-from stalegraph.vllm.guard import Item, spell, tensors
+from stalegraph.vllm.fields import Item, spell, tensors
 
 
 @dataclass
