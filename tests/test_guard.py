@@ -621,7 +621,9 @@ def planning(base, kept):
     return Builder, forward
 
 
-@pytest.mark.parametrize("case", ["planned by the warm-up", "planned in the graph", "built anew", "allowed"])
+@pytest.mark.parametrize(
+    "case", ["planned by the warm-up", "planned in the graph", "planned in both", "built anew", "allowed"]
+)
 def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(module, case):
     def capture(manager, builder, sizes):
         for size in sizes:
@@ -632,6 +634,8 @@ def test_v2_what_a_warm_up_planned_is_read_by_the_graph_and_written_by_no_step(m
                 made = builder.build(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
+                if case == "planned in both":
+                    made.b.a = None
                 forward(made)
             manager.graphs[size] = graph
 
@@ -705,8 +709,11 @@ def test_v2_a_replay_without_a_build_is_told_and_judged_by_no_older_one(module, 
         assert caplog.records == []
         current = Pair(fresh_tensor())
         builder.build(4)
-        with pytest.raises(StaleReadError):
-            manager.run_fullgraph(4)
+        for _ in range(2):  # a replay that was refused has not used the build up
+            with pytest.raises(StaleReadError):
+                manager.run_fullgraph(4)
+        guard.install("warn")
+        builder.build(4)
         for _ in range(2):
             manager.run_fullgraph(4)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -749,6 +756,58 @@ def test_v1_takes_the_short_way_while_nothing_moves(module, kind, monkeypatch):
     step(given)
     monkeypatch.setattr(guard.Guard, "replayed", lambda *_: pytest.fail("the long way"))
     assert step(given) == "replayed"
+
+
+def test_v2_what_was_built_for_a_piecewise_graph_is_no_part_of_a_full_one(module):
+    v1(module)  # its context is what a piecewise graph is captured under
+    context = sys.modules[guard.V1_GRAPHS].get_forward_context()
+
+    def capture(manager, builders, sizes):
+        piecewise, full = builders
+        context.cudagraph_runtime_mode = CUDAGraphMode.PIECEWISE
+        piecewise.build(8)
+        torch.cuda.CUDAGraph().capture_begin()
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        full.build(4)
+        manager.graphs[4] = torch.cuda.CUDAGraph()
+        manager.graphs[4].capture_begin()
+
+    base, manager_class = v2(module, "run_fullgraph", capture)
+    Builder = type("Builder", (base,), {"build": lambda self, size: Pair(fresh_tensor())})
+    watching, manager, builders = watch(), manager_class(), (Builder(), Builder())
+    manager.capture(builders, [4])
+    (seen,) = watching.seen
+    assert seen is builders[1]
+
+
+def test_v1_says_where_it_has_nothing_to_compare(module, caplog):
+    step = v1(module)
+    watching = watch("raise")
+    with caplog.at_level(logging.WARNING, "vllm.stalegraph.guard"):
+        step({}, batch=2)
+        step({"layer": Pair(fresh_tensor())})
+        for given in (None, {}, {"other": Pair(fresh_tensor())}):
+            assert step(given) == "replayed"
+    told = [record.getMessage() for record in caplog.records]
+    assert [words.split(" layer: ")[0] for words in told] == [
+        "stalegraph guard: the graph of batch 2 is not watched, nor is any other whose attention metadata was not seen "
+        "at its capture",
+        "stalegraph guard: the graph of batch 4 is replayed without attention metadata of layer",
+    ]
+    assert watching.messages == [] and not watching.broken
+
+
+def test_a_graph_captured_a_second_time_is_what_it_is_then(module):
+    step = v1(module)
+    watch("raise")
+    step({"layer": Pair(fresh_tensor())})
+    (graph,) = guard._guard.records
+    graph.capture_begin()
+    assert "replay" in vars(graph)  # noted anew, under the context that stands
+    context = sys.modules[guard.V1_GRAPHS].get_forward_context()
+    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    graph.capture_begin()
+    assert "replay" not in vars(graph) and len(guard._guard.records) == 0
 
 
 # ------------------------------------------------------------------------- hooks that come and go

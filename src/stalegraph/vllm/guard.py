@@ -134,9 +134,9 @@ class Guard:
         self.messages = []
         self.broken = False
         self.hooks = []
-        # V1 only: how to get the forward context, and the mode of full graphs.
+        # V1 only: how to get the forward context, and its modes.
         self.context: Callable | None = None
-        self.full: object = None
+        self.full = self.piecewise = None
         # V2 only.
         self.managed = False  # whether there is a manager of graphs
         self.sees_captures = self.awaits_builders = False
@@ -256,22 +256,26 @@ class Guard:
     @_never_in_the_way
     def begins(self, graph) -> None:
         """The capture of `graph` begins: V1's forward context has its metadata, V2 builds it before."""
-        if self.capturing:
+        if self.records.pop(graph, None) is not None:
+            del graph.replay
+        context = None
+        if self.context is not None:
+            with contextlib.suppress(AssertionError):  # outside of a step
+                context = self.context()
+        mode = getattr(context, "cudagraph_runtime_mode", None)
+        if self.capturing and mode is not None and mode is self.piecewise:
+            self.pending.clear()  # what was built for this graph's attention, which is not in it
+        elif self.capturing:
             # A warm-up with the same metadata may have put tensors on it.
             for group in self.pending.values():
                 now = self.addresses(group.metadata)
                 group.planned |= {path for path, address in now.items() if group.found.get(path) != address}
                 group.found = now
                 group.watch(self.watches)
-        elif self.context is not None:
-            try:
-                context = self.context()
-            except AssertionError:  # outside of a step
-                return
-            if context is not None and context.attn_metadata and context.cudagraph_runtime_mode is self.full:
-                groups = self.groups(context.attn_metadata)
-                if groups is not None:
-                    self.note_v1(graph, context.batch_descriptor, groups, self.context)
+        elif mode is not None and mode is self.full:
+            groups = self.groups(context.attn_metadata or {})
+            if groups is not None:
+                self.note_v1(graph, context.batch_descriptor, groups, self.context)
 
     @_never_in_the_way
     def note_v1(self, graph, key, groups, get_context) -> None:
@@ -294,6 +298,9 @@ class Guard:
         moved = []
         for group in record.groups:
             by_layer = (microbatches[group.at] if group.at < len(microbatches) else None) or {}
+            if not any(by_layer.get(layer) is not None for layer in group.layers):
+                words = f"the graph of batch {record.batch} is replayed without attention metadata of layer"
+                self.tell("absent", f"{words} {group.layers[0]}: nothing is compared there")
             compared = set()  # of what the layers shared at capture, each object that there is now
             for layer in group.layers:
                 metadata = by_layer.get(layer)
@@ -384,6 +391,11 @@ class Guard:
                 seen = self.seen[builder] = Seen(builder)
                 with contextlib.suppress(AttributeError):
                     builder._stalegraph_seen = seen
+            # What the forward put there anew within the capture is the graph's own.
+            now = self.addresses(group.metadata)
+            for path in [path for path in group.planned if now.get(path) != group.found[path]]:
+                del group.found[path]
+            group.watch(self.watches)
             seen.extend(group.fields.paths)
             group.metadata = None
             groups.append(group)
@@ -416,6 +428,7 @@ class Guard:
             else:
                 moved += self.moved(record.batch, group.layers[0], group, now)
         self.act(moved)
+        record.passed()
 
 
 def _by_microbatch(attn_metadata) -> list:
@@ -454,7 +467,8 @@ def _watch_v1(module):
         return
 
     def hook():
-        guard.context, guard.full = module.get_forward_context, module.CUDAGraphMode.FULL
+        guard.context, modes = module.get_forward_context, module.CUDAGraphMode
+        guard.full, guard.piecewise = modes.FULL, getattr(modes, "PIECEWISE", None)
         _watch_captures()
 
     _quietly(hook)
