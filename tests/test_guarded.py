@@ -239,3 +239,21 @@ def test_with_a_bf16_cache_the_v2_runners_warm_up_must_be_named_until_it_is_fixe
     assert not guarded.shown(case, {"graphs_noted": 4, "findings": findings[:1]})
     moved = [{**one, "message": one["message"].replace(guarded.PLANNED, "moved since capture")} for one in findings]
     assert not guarded.shown(case, {"graphs_noted": 4, "findings": moved})
+
+
+RECORD_BF16 = RECORD.with_name("guard_bf16.json")
+
+
+def test_the_recorded_guard_names_what_the_v2_runners_warm_up_planned():
+    """Real engines of vLLM 0.20.2 as installed, bf16 cache: V1 is right and silent, V2 is wrong and is told why."""
+    data = json.loads(RECORD_BF16.read_text())["data"]
+    v1, v2 = data["engines"]
+    assert [(one["question"], one["runner"], one["builder"]) for one in (v1, v2)] == [
+        ("silent", "v1", "installed"),
+        ("planned", "v2", "installed"),
+    ]
+    for one in (v1, v2):
+        case = types.SimpleNamespace(question=one["question"], settings=types.SimpleNamespace(batches=(1, 3, 8)))
+        assert one["shown"] and guarded.shown(case, one) and all(batch["replays"] for batch in one["batches"])
+    assert all(batch["accuracy"] == 1 for batch in v1["batches"])
+    assert all(batch["accuracy"] < 0.5 for batch in v2["batches"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stalegraph.recorded import load
+
 
 @dataclass(frozen=True)
 class Story:
@@ -16,6 +18,7 @@ class Story:
     fix: str
     replica: str  # its name in the zoo
     note: str = ""  # on the table
+    engine: str = ""  # the recording of real engines that show it
     remedy: str = "with each step's metadata copied into the tensors of the capture"
 
 
@@ -36,12 +39,13 @@ STORIES = {
             Any MLA model on the FLASHMLA backend with a bf16 cache, `VLLM_USE_V2_MODEL_RUNNER=1` and full decode
             graphs, in the releases from 0.15.0 to 0.21.0: those in the table were run, the others read. The V1 runner
             builds metadata anew for each capture. The sparse builder plans the same way, by reading. Not tried with a
-            model.
+            public model.
         """,
         fix="""
             Build metadata anew between warm-up and capture, which the V2 runner does from 0.22.0 on (by reading;
             0.33.0 was run).
         """,
+        engine="h200/vllm-0.20.2/guard_bf16",
         note="The stand-in for the decode kernel, `fwd_kvcache_mla_fp8`, is one for bf16 and fp8 caches.",
         remedy="with metadata built anew between warm-up and capture",
         replica="warmup_plan",
@@ -123,8 +127,7 @@ SHOWN = """
     The release's own builder and forward method, taken from its wheel, ran on a simulated GPU with the kernels below
     them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
     Odd-sized tensors were allocated between steps. The fourth column is the same run {remedy}: that alone
-    made the output right. Command: `{command}` (torch {torch}, {date}). The
-    release's code was not run on a GPU; a replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`,
+    made the output right. Command: `{command}` (torch {torch}, {date}). {gpu} A replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`,
     runs with its fixed twin on the simulated GPU and on a real one.
 """
 
@@ -133,13 +136,31 @@ def _flow(text):
     return " ".join(text.split())
 
 
+def in_engines(record) -> str:
+    """What a recording of `python -m stalegraph.vllm.guarded --bf16` shows, as a section."""
+    told = []
+    for one in record.data["engines"]:
+        accuracies = [100 * batch["accuracy"] for batch in one["batches"]]
+        right = " to ".join(dict.fromkeys(f"{one:.0f}" for one in (min(accuracies), max(accuracies))))
+        batches = ", ".join(str(batch["batch"]) for batch in one["batches"])
+        told.append(f"- {one['runner'].upper()} runner, batches of {batches}: {right} % of the bytes right.")
+        told += [f"  - {finding['message']}" for finding in one["findings"]]
+    shown = (
+        "A one-layer model of DeepSeek's shape whose weights make it recite its prompt (`stalegraph export`), with a bf16 "
+        "cache and FULL_DECODE_ONLY, in vLLM as installed; the lines below a runner are the guard's. It was "
+        f"{record.provenance.caption()}."
+    )
+    return f"## In a running engine\n\n{shown}\n\n" + "\n".join(told)
+
+
 def report(name: str, examinations: list[dict], provenance: dict) -> str:
     """The issue text of story `name`, with a table of its examinations as `Examination.to_json` gives them."""
     story = STORIES[name]
     command, date = provenance["command"].split(" --record")[0], provenance["date"][:10]
     shown = _flow(SHOWN).format(
-        remedy=story.remedy, command=command, torch=provenance["torch"], date=date, replica=story.replica
-    )
+        remedy=story.remedy, command=command, torch=provenance["torch"], date=date, replica=story.replica,
+        gpu="On a GPU it was seen too, below." if story.engine else "The release's code was not run on a GPU.",
+    )  # fmt: skip
     head = ("vLLM", "verdict", "wrong steps", "with the remedy", "stale and read by a captured kernel")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for item in examinations:
@@ -159,6 +180,7 @@ def report(name: str, examinations: list[dict], provenance: dict) -> str:
             f"## Where\n\n{_flow(story.where)}",
             "## How it was shown\n\n" + shown,
             "\n".join(rows) + (f"\n\n{story.note}" if story.note else ""),
+            *([in_engines(load(story.engine))] if story.engine else []),
             f"## Who can meet it\n\n{_flow(story.reach)}",
             f"## What would fix it\n\n{_flow(story.fix)}",
         ]
