@@ -68,8 +68,8 @@ STORIES = {
         reach="""
             Models on the plain linear attention backend (MiniMax-Text-01, MiniMax-M1) with
             `--enable-prefix-caching`, which puts models without support for mode `all` into `align`, and a cudagraph
-            mode with full decode graphs, the default for hybrid models. Read from the configuration code of 0.15.0, not tried with
-            a model.
+            mode with full decode graphs, the default for hybrid models. Read from the configuration code of 0.15.0, not
+            tried with a model.
         """,
         fix="""
             A persistent int32 buffer of `max_num_seqs` entries in the builder, copied into when the batch is decode
@@ -127,8 +127,8 @@ SHOWN = """
     The release's own builder and forward method, taken from its wheel, ran on a simulated GPU with the kernels below
     them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
     Odd-sized tensors were allocated between steps. The fourth column is the same run {remedy}: that alone
-    made the output right. Command: `{command}` (torch {torch}, {date}). {gpu} A replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`,
-    runs with its fixed twin on the simulated GPU and on a real one.
+    made the output right. Command: `{command}` (torch {torch}, {date}). {gpu} A
+    replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`, runs with its fixed twin on the simulated GPU and on a real one.
 """
 
 
@@ -146,8 +146,8 @@ def in_engines(record) -> str:
         told.append(f"- {one['runner'].upper()} runner, batches of {batches}: {right} % of the bytes right.")
         told += [f"  - {finding['message']}" for finding in one["findings"]]
     shown = (
-        "A one-layer model of DeepSeek's shape whose weights make it recite its prompt (`stalegraph export`), with a bf16 "
-        "cache and FULL_DECODE_ONLY, in vLLM as installed; the lines below a runner are the guard's. It was "
+        "A one-layer model of DeepSeek's shape whose weights make it recite its prompt (`stalegraph export`), with a "
+        "bf16 cache and FULL_DECODE_ONLY, in vLLM as installed; the lines below a runner are the guard's. It was "
         f"{record.provenance.caption()}."
     )
     return f"## In a running engine\n\n{shown}\n\n" + "\n".join(told)
