@@ -101,10 +101,10 @@ class Group:
     `planned` are those that a warm-up put there between build and capture (V2 only): no step writes them.
     """
 
-    def __init__(self, at, layer, found, metadata=None):
+    def __init__(self, at, layer, found):
         self.at, self.layers = at, [layer]
         self.found, self.planned = found, set()
-        self.metadata = metadata  # V2 only, until the graph is captured
+        self.metadata = None  # the object itself, V2 only, until the graph is captured
         self.fields, self.captured = Fields(()), []
 
     def watch(self, watched: Callable[[str, str], bool]) -> None:

@@ -130,16 +130,17 @@ class Guard:
         self.on_device = on_device or (lambda tensor: tensor.is_cuda)
         self.records = WeakIdKeyDictionary()  # graph -> Record
         self.reported = set()
-        self.told = set()  # what has been said once: which graphs are not watched
+        self.told = set()  # what has been said once
         self.messages = []
         self.broken = False
         self.hooks = []
+        self.sees_captures = False
         # V1 only: how to get the forward context, and its modes.
         self.context: Callable | None = None
         self.full = self.piecewise = None
         # V2 only.
         self.managed = False  # whether there is a manager of graphs
-        self.sees_captures = self.awaits_builders = False
+        self.awaits_builders = False
         self.watch_builds: Callable = lambda: None  # hooks the builders' steps
         self.capturing = 0
         self.pending = WeakIdKeyDictionary()  # builder -> Group, built since the capture of the graph before

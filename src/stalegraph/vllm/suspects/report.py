@@ -128,7 +128,8 @@ SHOWN = """
     them stood in for: one step captured, the next ones replayed, each compared with the same step without a graph.
     Odd-sized tensors were allocated between steps. The fourth column is the same run {remedy}: that alone
     made the output right. Command: `{command}` (torch {torch}, {date}). {gpu} A
-    replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`, runs with its fixed twin on the simulated GPU and on a real one.
+    replica of the bug in plain torch operations, `stalegraph.zoo.{replica}`, runs with its fixed twin on the simulated
+    GPU and on a real one.
 """
 
 
@@ -141,7 +142,7 @@ def in_engines(record) -> str:
     told = []
     for one in record.data["engines"]:
         accuracies = [100 * batch["accuracy"] for batch in one["batches"]]
-        right = " to ".join(dict.fromkeys(f"{one:.0f}" for one in (min(accuracies), max(accuracies))))
+        right = " to ".join(dict.fromkeys(f"{value:.0f}" for value in (min(accuracies), max(accuracies))))
         batches = ", ".join(str(batch["batch"]) for batch in one["batches"])
         told.append(f"- {one['runner'].upper()} runner, batches of {batches}: {right} % of the bytes right.")
         told += [f"  - {finding['message']}" for finding in one["findings"]]
